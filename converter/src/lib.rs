@@ -1,0 +1,4 @@
+//! Checkpoint conversion: sources, plan, pack.
+#![forbid(unsafe_code)]
+
+pub mod source;

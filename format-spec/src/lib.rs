@@ -1,0 +1,1 @@
+//! The vt bundle format.
