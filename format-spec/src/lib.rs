@@ -1,1 +1,3 @@
 //! The vt bundle format.
+
+pub mod mmap;
