@@ -1,1 +1,3 @@
-//! The runtime.
+//! The runtime: loads a bundle, runs its model, serves it.
+
+pub mod engine;
