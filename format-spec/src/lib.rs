@@ -12,4 +12,7 @@ pub mod encoding;
 pub mod float8;
 pub mod layout;
 pub mod mmap;
+pub mod pack;
+pub mod row_order;
 pub mod tile;
+pub mod unpack;
