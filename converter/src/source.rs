@@ -67,6 +67,40 @@ pub enum PlainDtype {
     F64,
 }
 
+impl PlainDtype {
+    /// Bytes of one element.
+    pub const fn size(self) -> u64 {
+        match self {
+            Self::Bool | Self::U8 | Self::I8 | Self::F8E4M3 | Self::F8E5M2 | Self::F8E8M0 => 1,
+            Self::U16 | Self::I16 | Self::F16 | Self::Bf16 => 2,
+            Self::U32 | Self::I32 | Self::F32 => 4,
+            Self::U64 | Self::I64 | Self::F64 => 8,
+        }
+    }
+
+    /// Name in a safetensors header.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Bool => "BOOL",
+            Self::U8 => "U8",
+            Self::I8 => "I8",
+            Self::U16 => "U16",
+            Self::I16 => "I16",
+            Self::U32 => "U32",
+            Self::I32 => "I32",
+            Self::U64 => "U64",
+            Self::I64 => "I64",
+            Self::F8E4M3 => "F8_E4M3",
+            Self::F8E5M2 => "F8_E5M2",
+            Self::F8E8M0 => "F8_E8M0",
+            Self::F16 => "F16",
+            Self::Bf16 => "BF16",
+            Self::F32 => "F32",
+            Self::F64 => "F64",
+        }
+    }
+}
+
 /// One tensor of the source: where its bytes lie.
 #[derive(Clone, Debug)]
 pub struct SourceTensor {
