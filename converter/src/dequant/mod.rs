@@ -1,0 +1,3 @@
+//! Source decoders: what a tensor of a checkpoint is, by its own format's formula.
+
+pub mod ggml;
