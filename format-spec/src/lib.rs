@@ -9,10 +9,20 @@
 
 pub mod codec;
 pub mod encoding;
+pub mod error;
 pub mod float8;
+pub mod geometry;
+pub mod hash;
 pub mod layout;
+pub mod manifest;
 pub mod mmap;
 pub mod pack;
+pub mod reader;
 pub mod row_order;
 pub mod tile;
 pub mod unpack;
+
+pub use error::BundleError;
+pub use geometry::Geometry;
+pub use manifest::Manifest;
+pub use reader::Bundle;

@@ -36,3 +36,79 @@ pub fn release(map: &Mmap, offset: usize, len: usize) {
     // SAFETY: the mapping is file-backed and read-only, so dropped pages are re-read from the file with the same bytes.
     let _ = unsafe { map.unchecked_advise_range(UncheckedAdvice::DontNeed, offset, len) };
 }
+
+/// Files mapped one after the other into one contiguous, read-only range of addresses.
+///
+/// All files but the last must have a length that is a multiple of the page size (segments have exactly 1 GiB), so
+/// that a tensor may cross from one file to the next. Dropping it unmaps everything.
+#[derive(Debug)]
+pub struct ContiguousMap {
+    start: *mut core::ffi::c_void,
+    len: usize,
+}
+
+// SAFETY: the range is read-only memory owned by this value; sharing or moving it between threads is like `&[u8]`.
+unsafe impl Send for ContiguousMap {}
+// SAFETY: as above, only shared reads are possible.
+unsafe impl Sync for ContiguousMap {}
+
+impl ContiguousMap {
+    /// Maps `files`, given with their lengths, in order. The contract of [`map_readonly`] applies.
+    ///
+    /// # Errors
+    /// What the operating system says about `mmap`, or `InvalidInput` if a length before the last is not a multiple of
+    /// the page size or the sum does not fit the address space.
+    pub fn new(files: &[(File, u64)]) -> io::Result<Self> {
+        use rustix::mm::{MapFlags, ProtFlags};
+        let page = rustix::param::page_size() as u64;
+        let invalid = || io::Error::from(io::ErrorKind::InvalidInput);
+        let total = files.iter().try_fold(0u64, |sum, (_, len)| sum.checked_add(*len)).ok_or_else(invalid)?;
+        let total = usize::try_from(total).map_err(|_| invalid())?;
+        if files.split_last().is_some_and(|(_, before)| before.iter().any(|(_, len)| !len.is_multiple_of(page))) {
+            return Err(invalid());
+        }
+        if total == 0 {
+            return Ok(Self { start: std::ptr::NonNull::dangling().as_ptr(), len: 0 });
+        }
+        // SAFETY: a fresh anonymous reservation at an address of the kernel's choice touches no existing memory.
+        let start = unsafe {
+            rustix::mm::mmap_anonymous(
+                std::ptr::null_mut(),
+                total,
+                ProtFlags::empty(),
+                MapFlags::PRIVATE | MapFlags::NORESERVE,
+            )?
+        };
+        // From here on dropping `map` unmaps the whole reservation, whatever has been mapped over it.
+        let map = Self { start, len: total };
+        let mut at = 0usize;
+        for (file, len) in files {
+            let len = *len as usize;
+            if len > 0 {
+                // SAFETY: `at + len <= total`, so the target lies inside the reservation made above, which nobody
+                // else knows; MAP_FIXED replaces exactly that part of it. The file's contract is `map_readonly`'s.
+                unsafe {
+                    rustix::mm::mmap(start.add(at), len, ProtFlags::READ, MapFlags::SHARED | MapFlags::FIXED, file, 0)?;
+                }
+            }
+            at += len;
+        }
+        Ok(map)
+    }
+
+    /// The bytes of all files.
+    pub fn bytes(&self) -> &[u8] {
+        // SAFETY: the range `start .. start + len` is mapped readable until drop; for an empty map the pointer is
+        // dangling but aligned, which an empty slice allows.
+        unsafe { std::slice::from_raw_parts(self.start.cast::<u8>(), self.len) }
+    }
+}
+
+impl Drop for ContiguousMap {
+    fn drop(&mut self) {
+        if self.len > 0 {
+            // SAFETY: the range was mapped by `new` and no slice of it outlives `self`.
+            let _ = unsafe { rustix::mm::munmap(self.start, self.len) };
+        }
+    }
+}
