@@ -5,7 +5,7 @@
 //!
 //! - [`tile`], [`encoding`], [`layout`]: the order and the size of every plane, defined once;
 //! - [`codec`], [`pack`]: source bytes to planes and back, pure functions;
-//! - [`manifest`], [`hash`], [`reader`], [`writer`]: the directory and its proofs.
+//! - [`manifest`], [`hash`], [`reader`], [`writer`], [`restore`]: the directory, its proofs, and the way back.
 
 pub mod codec;
 pub mod encoding;
@@ -18,9 +18,11 @@ pub mod manifest;
 pub mod mmap;
 pub mod pack;
 pub mod reader;
+pub mod restore;
 pub mod row_order;
 pub mod tile;
 pub mod unpack;
+pub mod writer;
 
 pub use error::BundleError;
 pub use geometry::Geometry;
