@@ -1,6 +1,7 @@
 //! Checkpoint conversion: sources, plan, pack.
 #![forbid(unsafe_code)]
 
+pub mod catalog;
 pub mod dequant;
 pub mod gguf;
 pub mod safetensors;
