@@ -102,11 +102,7 @@ pub struct LogitsBuffer {
 impl LogitsBuffer {
     /// An empty buffer for a head of `vocab_size` rows.
     pub fn new(vocab_size: usize) -> Self {
-        Self {
-            values: Vec::new(),
-            vocab_size,
-            rows: 0,
-        }
+        Self { values: Vec::new(), vocab_size, rows: 0 }
     }
 
     /// Makes room for `rows` rows. Storage only ever grows, so that a warmed-up server does not
@@ -194,11 +190,7 @@ pub trait Model: Send {
     /// # Errors
     /// [`ModelError::InvalidStep`] where the batch breaks the contract, before anything is written;
     /// [`ModelError::Device`] where the device failed.
-    fn forward(
-        &mut self,
-        batch: &[SequenceStep<'_>],
-        logits: &mut LogitsBuffer,
-    ) -> Result<(), ModelError>;
+    fn forward(&mut self, batch: &[SequenceStep<'_>], logits: &mut LogitsBuffer) -> Result<(), ModelError>;
 }
 
 /// Checks a batch against the contract of [`SequenceStep`], for implementations of [`Model`].
@@ -227,19 +219,11 @@ pub fn check_batch(info: &ModelInfo, batch: &[SequenceStep<'_>]) -> Result<(), M
             let (have, need) = (step.block_table.len(), info.kv.blocks_for(end));
             return invalid(index, format!("{have} blocks given, {need} needed"));
         }
-        if let Some(block) = step
-            .block_table
-            .iter()
-            .find(|&&block| block as usize >= info.kv.num_blocks)
-        {
+        if let Some(block) = step.block_table.iter().find(|&&block| block as usize >= info.kv.num_blocks) {
             let limit = info.kv.num_blocks;
             return invalid(index, format!("block {block} of a cache of {limit}"));
         }
-        if let Some(token) = step
-            .tokens
-            .iter()
-            .find(|&&token| token as usize >= info.vocab_size)
-        {
+        if let Some(token) = step.tokens.iter().find(|&&token| token as usize >= info.vocab_size) {
             let limit = info.vocab_size;
             return invalid(index, format!("token {token} of a vocabulary of {limit}"));
         }
@@ -260,22 +244,14 @@ mod tests {
         ModelInfo {
             vocab_size: 8,
             context_length: 40,
-            kv: KvGeometry {
-                num_blocks: 4,
-                block_len: BLOCK_LEN,
-            },
+            kv: KvGeometry { num_blocks: 4, block_len: BLOCK_LEN },
             max_batch_tokens: 32,
             max_batch_sequences: 2,
         }
     }
 
     fn step<'a>(tokens: &'a [u32], start_pos: usize, block_table: &'a [u32]) -> SequenceStep<'a> {
-        SequenceStep {
-            tokens,
-            start_pos,
-            block_table,
-            logits: LogitsWanted::Last,
-        }
+        SequenceStep { tokens, start_pos, block_table, logits: LogitsWanted::Last }
     }
 
     #[test]
@@ -289,14 +265,7 @@ mod tests {
             (&[step(&[1], 0, &[4])], "block 4"),
             (&[step(&[8], 0, &[0])], "token 8"),
             (&[step(&long, 0, &[0, 1, 2])], "exceeds 32"),
-            (
-                &[
-                    step(&[1], 0, &[0]),
-                    step(&[1], 0, &[1]),
-                    step(&[1], 0, &[2]),
-                ],
-                "at most 2",
-            ),
+            (&[step(&[1], 0, &[0]), step(&[1], 0, &[1]), step(&[1], 0, &[2])], "at most 2"),
         ];
         for (batch, expected) in cases {
             let message = check_batch(&info(), batch).unwrap_err().to_string();

@@ -1,0 +1,28 @@
+//! Output that must follow a grammar.
+
+use std::fmt::Debug;
+use thiserror::Error;
+
+/// Why a grammar cannot go on.
+#[derive(Debug, Clone, Error, PartialEq, Eq)]
+#[error("the output grammar failed: {0}")]
+pub struct ConstraintError(pub String);
+
+/// A grammar's state within one sequence.
+pub trait Constraint: Send + Debug {
+    /// Sets the logits, `[V]`, of all tokens that cannot come next to negative infinity. A grammar that
+    /// may end here leaves the stop tokens alone.
+    ///
+    /// # Errors
+    /// [`ConstraintError`] where the grammar's own limits are exceeded.
+    fn mask(&mut self, logits: &mut [f32]) -> Result<(), ConstraintError>;
+
+    /// Advances by a token that was chosen.
+    ///
+    /// # Errors
+    /// [`ConstraintError`] where the token does not fit.
+    fn accept(&mut self, token: u32) -> Result<(), ConstraintError>;
+
+    /// Whether nothing but a stop token can follow.
+    fn is_complete(&mut self) -> bool;
+}
