@@ -1,6 +1,7 @@
 //! Block scales that are not numbers: found at conversion, where a message can still name the tensor.
 
-use super::iq::iq1_m_scale;
+use vt_bundle::codec::ggml::raw::iq1_m_scale;
+
 use super::u16_at;
 
 /// A block whose scale is infinite or not a number.

@@ -1,19 +1,19 @@
 //! Decoders of ggml's tensor types, from the blocks of a file to f32.
 //!
 //! These are the statement of what a GGUF tensor *is*: every value in ggml's own order of operations, in f32, without fused
-//! multiply-add, bit for bit. They work on whole blocks and share nothing with the tile layouts of the bundle, so that
-//! comparing the two proves something. Formulas: `ggml-quants.c` and `ggml-common.h` of ggml 0.25.3 (W weights per block).
+//! multiply-add, bit for bit. For types that a bundle tiles they share nothing with its layouts, so that comparing the two proves
+//! something; types that it keeps as raw blocks have one decoder, in [`vt_bundle::codec::ggml::raw`]. Formulas: `ggml-quants.c` and `ggml-common.h` of ggml 0.25.3 (W weights per block).
 
 mod check;
 mod fp4;
-mod iq;
-mod iq_tables;
+mod iq4;
 mod kquants;
 mod legacy;
 
 pub use check::{BadBlock, check_blocks};
 
 use half::{bf16, f16};
+use vt_bundle::codec::ggml::raw;
 
 use crate::gguf::types::GgmlType;
 
@@ -60,27 +60,19 @@ pub fn dequantize(id: u32, bytes: &[u8], out: &mut [f32]) -> Result<(), DequantE
         6 => blocks(bytes, out, legacy::q5_0),
         7 => blocks(bytes, out, legacy::q5_1),
         8 => blocks(bytes, out, legacy::q8_0),
-        34 => blocks(bytes, out, legacy::tq1_0),
-        35 => blocks(bytes, out, legacy::tq2_0),
-        41 => blocks(bytes, out, legacy::q1_0),
-        42 => blocks(bytes, out, legacy::q2_0),
         10 => blocks(bytes, out, kquants::q2_k),
         11 => blocks(bytes, out, kquants::q3_k),
         12 => blocks(bytes, out, kquants::q4_k),
         13 => blocks(bytes, out, kquants::q5_k),
         14 => blocks(bytes, out, kquants::q6_k),
-        16 => blocks(bytes, out, iq::iq2_xxs),
-        17 => blocks(bytes, out, iq::iq2_xs),
-        18 => blocks(bytes, out, iq::iq3_xxs),
-        19 => blocks(bytes, out, iq::iq1_s),
-        20 => blocks(bytes, out, iq::iq4_nl),
-        21 => blocks(bytes, out, iq::iq3_s),
-        22 => blocks(bytes, out, iq::iq2_s),
-        23 => blocks(bytes, out, iq::iq4_xs),
-        29 => blocks(bytes, out, iq::iq1_m),
+        20 => blocks(bytes, out, iq4::iq4_nl),
+        23 => blocks(bytes, out, iq4::iq4_xs),
         39 => blocks(bytes, out, fp4::mxfp4),
         40 => blocks(bytes, out, fp4::nvfp4),
-        _ => return Err(DequantError::NoDecoder { id }),
+        _ => match raw::by_id(id) {
+            Some(format) => format.decode(bytes, out),
+            None => return Err(DequantError::NoDecoder { id }),
+        },
     }
     Ok(())
 }
