@@ -90,6 +90,19 @@ impl Bundle {
         self.by_name.get(name).map(|&i| (&self.manifest.tensors[i], &self.geometry[i]))
     }
 
+    /// Index in the manifest of the tensor of that name.
+    pub fn tensor_index(&self, name: &str) -> Option<usize> {
+        self.by_name.get(name).copied()
+    }
+
+    /// A tensor and its geometry, by its index in the manifest.
+    ///
+    /// # Panics
+    /// Where there is no such tensor.
+    pub fn tensor_at(&self, index: usize) -> (&Tensor, &Geometry) {
+        (&self.manifest.tensors[index], &self.geometry[index])
+    }
+
     /// All tensors with their geometry, in the order of the manifest.
     pub fn tensors(&self) -> impl Iterator<Item = (&Tensor, &Geometry)> {
         self.manifest.tensors.iter().zip(&self.geometry)
