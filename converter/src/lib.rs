@@ -3,6 +3,8 @@
 
 pub mod catalog;
 pub mod dequant;
+pub mod export;
 pub mod gguf;
+pub mod plan;
 pub mod safetensors;
 pub mod source;
