@@ -7,5 +7,15 @@ pub mod random;
 pub mod request;
 pub mod sampling;
 
+mod handle;
+mod queue;
+mod scheduler;
+mod sequence;
+
+#[cfg(test)]
+mod tests;
+
+pub use handle::{EngineConfig, EngineHandle};
 pub use request::{CacheSalt, Event, Finish, FinishReason, GenerationRequest, SubmitError, Timings};
 pub use sampling::{SamplingParams, TokenLogprobs};
+pub use scheduler::SchedulerLimits;

@@ -1,0 +1,528 @@
+//! Continuous batching: which tokens of which sequences the next step computes.
+//!
+//! Every step takes one token of each sequence that is generating, then fills the budget of the step with
+//! parts of prompts. The oldest prompt gets at least half of what is left, so that it always advances;
+//! the others share the rest, the one with the least to do first, so that a short prompt does not wait
+//! for a long one. New sequences are admitted in order of arrival, as long as their whole prompt fits the
+//! cache. When the cache runs out, the youngest sequence gives its blocks back and starts over later: its
+//! tokens are kept and computed again, and its random numbers depend on positions only, so that nothing
+//! is lost or said twice.
+
+use super::blocks::BlockPool;
+use super::model::{BLOCK_LEN, LogitsBuffer, LogitsWanted, Model, ModelError, SequenceStep};
+use super::request::{Event, FinishReason};
+use super::sampling::{SamplingScratch, logprobs_of};
+use super::sequence::Sequence;
+use crate::metrics::Metrics;
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::time::Instant;
+
+/// Positions whose logits are computed at once for log-probabilities of a prompt: at a vocabulary of
+/// 256 Ki this is 32 MiB of logits.
+const PROMPT_LOGPROBS_CHUNK: usize = 32;
+
+/// Limits of the scheduler.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SchedulerLimits {
+    /// Sequences in one step.
+    pub sequences: usize,
+    /// Tokens in one step.
+    pub batch_tokens: usize,
+    /// Token ids below this may be chosen: the tokenizer's size, where the head has more rows.
+    pub token_limit: usize,
+    /// Whether blocks are kept for later sequences with the same beginning.
+    pub prefix_cache: bool,
+}
+
+/// Part of a step.
+#[derive(Debug, Clone, Copy)]
+struct Planned {
+    /// Index in `running`.
+    index: usize,
+    /// Tokens to compute.
+    count: usize,
+}
+
+/// Sequences, cache blocks and the model that computes them.
+pub(super) struct Scheduler {
+    model: Box<dyn Model>,
+    limits: SchedulerLimits,
+    pool: BlockPool,
+    /// In order of arrival.
+    waiting: VecDeque<Sequence>,
+    /// In order of arrival.
+    running: Vec<Sequence>,
+    next_order: u64,
+    logits: LogitsBuffer,
+    /// One row of logits before bias and penalties.
+    raw: Vec<f32>,
+    scratch: SamplingScratch,
+    metrics: Arc<Metrics>,
+}
+
+impl Scheduler {
+    pub fn new(model: Box<dyn Model>, limits: SchedulerLimits, metrics: Arc<Metrics>) -> Self {
+        let info = model.info();
+        let batch_tokens = limits.batch_tokens.min(info.max_batch_tokens).max(1);
+        let limits = SchedulerLimits {
+            batch_tokens,
+            // Every generating sequence has a token in every step.
+            sequences: limits.sequences.min(info.max_batch_sequences).min(batch_tokens).max(1),
+            token_limit: limits.token_limit.min(info.vocab_size),
+            prefix_cache: limits.prefix_cache,
+        };
+        Self {
+            pool: BlockPool::new(info.kv.num_blocks),
+            logits: LogitsBuffer::new(info.vocab_size),
+            model,
+            limits,
+            waiting: VecDeque::new(),
+            running: Vec::new(),
+            next_order: 0,
+            raw: Vec::new(),
+            scratch: SamplingScratch::default(),
+            metrics,
+        }
+    }
+
+    /// Adds a sequence to the queue. Its prompt and output fit the cache: see
+    /// [`super::EngineHandle::submit`].
+    pub fn add(&mut self, mut sequence: Sequence) {
+        sequence.order = self.next_order;
+        self.next_order += 1;
+        self.waiting.push_back(sequence);
+    }
+
+    /// Whether there is nothing to do.
+    pub fn is_idle(&self) -> bool {
+        self.waiting.is_empty() && self.running.is_empty()
+    }
+
+    /// Ends all sequences with [`FinishReason::Abort`].
+    pub fn abort_all(&mut self) {
+        let reason = FinishReason::Abort;
+        self.end_all(reason.as_str(), |sequence| sequence.finish(reason, None));
+    }
+
+    /// Ends all sequences with a failure.
+    pub fn fail_all(&mut self, reason: &str) {
+        self.end_all("error", |sequence| sequence.fail(reason.to_owned()));
+    }
+
+    fn end_all(&mut self, label: &'static str, mut end: impl FnMut(&mut Sequence)) {
+        for sequence in self.waiting.iter_mut().chain(&mut self.running) {
+            end(sequence);
+            self.metrics.count_finished(label);
+        }
+        self.remove_ended();
+        self.update_gauges();
+    }
+
+    /// Computes one step.
+    ///
+    /// # Errors
+    /// The model's error where it concerns the whole step. Where it names a sequence, that sequence is
+    /// failed and the rest goes on with the next step.
+    pub fn step(&mut self) -> Result<(), ModelError> {
+        self.remove_ended();
+        let plan = self.plan();
+        if plan.is_empty() {
+            // Nothing runs, so all blocks are free, and still the first in the queue does not fit: it was
+            // let in by mistake, and would keep everyone behind it waiting for ever.
+            if self.running.is_empty()
+                && let Some(sequence) = self.waiting.front_mut()
+            {
+                sequence.fail("the sequence does not fit the key/value cache".to_owned());
+                self.remove_ended();
+            }
+            self.update_gauges();
+            return Ok(());
+        }
+        let rows: usize = plan.iter().map(|part| self.rows_of(*part)).sum();
+        self.logits.reset(rows);
+        let batch: Vec<SequenceStep<'_>> = plan
+            .iter()
+            .map(|part| {
+                let sequence = &self.running[part.index];
+                let end = sequence.computed + part.count;
+                SequenceStep {
+                    tokens: &sequence.tokens[sequence.computed..end],
+                    start_pos: sequence.computed,
+                    block_table: &sequence.blocks,
+                    logits: wanted(sequence, part.count),
+                }
+            })
+            .collect();
+        let outcome = self.model.forward(&batch, &mut self.logits);
+        drop(batch);
+        match outcome {
+            Ok(()) => {}
+            Err(ModelError::NotFinite { index } | ModelError::InvalidStep { index, .. }) if index < plan.len() => {
+                let reason = outcome.err().map_or_else(String::new, |error| error.to_string());
+                tracing::error!(%reason, "a sequence failed");
+                self.running[plan[index].index].fail(reason);
+                self.remove_ended();
+                return Ok(());
+            }
+            Err(error) => return Err(error),
+        }
+        let tokens: usize = plan.iter().map(|part| part.count).sum();
+        self.metrics.iteration_tokens.observe(tokens as f64);
+        let now = Instant::now();
+        let mut row = 0;
+        for part in &plan {
+            let rows = self.rows_of(*part);
+            self.advance(*part, row, now);
+            row += rows;
+        }
+        self.remove_ended();
+        self.update_gauges();
+        Ok(())
+    }
+
+    fn rows_of(&self, part: Planned) -> usize {
+        match wanted(&self.running[part.index], part.count) {
+            LogitsWanted::None => 0,
+            LogitsWanted::Last => 1,
+            LogitsWanted::All => part.count,
+        }
+    }
+
+    /// Gives back what belongs to sequences that ended or that nobody waits for.
+    fn remove_ended(&mut self) {
+        let (pool, metrics) = (&mut self.pool, &self.metrics);
+        let mut is_over = |sequence: &mut Sequence| {
+            let cancelled = !sequence.finished && sequence.is_cancelled();
+            if cancelled {
+                metrics.cancelled.inc();
+            }
+            if cancelled || sequence.finished {
+                pool.release(&mut sequence.blocks);
+            }
+            cancelled || sequence.finished
+        };
+        self.running.retain_mut(|sequence| !is_over(sequence));
+        self.waiting.retain_mut(|sequence| !is_over(sequence));
+    }
+
+    /// Chooses the tokens of the next step and makes sure that their blocks exist.
+    fn plan(&mut self) -> Vec<Planned> {
+        let mut plan: Vec<Planned> = Vec::with_capacity(self.limits.sequences);
+        let mut preempted = false;
+        let mut index = 0;
+        while index < self.running.len() {
+            if self.running[index].pending() == 1 {
+                if self.reserve(index, 1, &mut plan, &mut preempted) {
+                    plan.push(Planned { index, count: 1 });
+                } else {
+                    break;
+                }
+            }
+            index += 1;
+        }
+        if !preempted {
+            self.admit();
+        }
+        self.plan_prompts(&mut plan);
+        plan
+    }
+
+    /// Distributes what the generating sequences leave of the budget over the prompts.
+    fn plan_prompts(&self, plan: &mut Vec<Planned>) {
+        let mut budget = self.limits.batch_tokens.saturating_sub(plan.len());
+        let is_planned = |index: usize| plan.iter().any(|part| part.index == index);
+        let mut prompts: Vec<usize> = (0..self.running.len()).filter(|&index| !is_planned(index)).collect();
+        let Some(&oldest) = prompts.first() else {
+            return;
+        };
+        let most = |index: usize| {
+            let sequence = &self.running[index];
+            if sequence.prompt_logprobs_wanted.is_some() {
+                sequence.pending().min(PROMPT_LOGPROBS_CHUNK)
+            } else {
+                sequence.pending()
+            }
+        };
+        let reserved = most(oldest).min(budget.div_ceil(2));
+        budget -= reserved;
+        prompts.remove(0);
+        prompts.sort_by_key(|&index| self.running[index].pending());
+        for index in prompts {
+            let count = most(index).min(budget);
+            if count > 0 {
+                plan.push(Planned { index, count });
+                budget -= count;
+            }
+        }
+        let count = most(oldest).min(reserved + budget);
+        if count > 0 {
+            plan.push(Planned { index: oldest, count });
+        }
+    }
+
+    /// Makes room for `count` more tokens of a running sequence, taking blocks from younger sequences if
+    /// it must. False where the sequence itself was the youngest.
+    fn reserve(&mut self, index: usize, count: usize, plan: &mut Vec<Planned>, preempted: &mut bool) -> bool {
+        loop {
+            let sequence = &mut self.running[index];
+            let needed = (sequence.computed + count).div_ceil(BLOCK_LEN);
+            let missing = needed.saturating_sub(sequence.blocks.len());
+            if self.pool.allocate(missing, &mut sequence.blocks) {
+                return true;
+            }
+            *preempted = true;
+            let youngest = self.running.len() - 1;
+            plan.retain(|part| part.index != youngest);
+            self.preempt_youngest();
+            if youngest == index {
+                return false;
+            }
+        }
+    }
+
+    fn preempt_youngest(&mut self) {
+        let Some(mut sequence) = self.running.pop() else {
+            return;
+        };
+        self.pool.release(&mut sequence.blocks);
+        sequence.computed = 0;
+        sequence.registered = 0;
+        self.metrics.num_preemptions.inc();
+        tracing::debug!(order = sequence.order, "preempted");
+        // It arrived before everything that waits, or was itself first in the queue when it started.
+        self.waiting.push_front(sequence);
+    }
+
+    /// Starts waiting sequences in order of arrival while there is room for their tokens.
+    fn admit(&mut self) {
+        while self.running.len() < self.limits.sequences {
+            let Some(sequence) = self.waiting.front_mut() else {
+                return;
+            };
+            let length = sequence.tokens.len();
+            // The last token is always computed: its logits are needed.
+            let reusable = if self.limits.prefix_cache && sequence.prompt_logprobs_wanted.is_none() {
+                (length - 1) / BLOCK_LEN
+            } else {
+                0
+            };
+            let pool = &self.pool;
+            let found: Vec<u32> =
+                sequence.block_hashes()[..reusable].iter().map_while(|hash| pool.find(hash)).collect();
+            let taken_from_free = found.iter().filter(|&&block| pool.is_free(block)).count();
+            let missing = length.div_ceil(BLOCK_LEN) - found.len();
+            // One block to grow into for each running sequence, or the newcomer would be the first to be
+            // preempted. Alone, it may have everything.
+            let spare = self.running.len();
+            if self.pool.free() < taken_from_free + missing + spare {
+                return;
+            }
+            let Some(mut sequence) = self.waiting.pop_front() else {
+                return;
+            };
+            for &block in &found {
+                self.pool.share(block);
+            }
+            sequence.blocks.extend(&found);
+            let allocated = self.pool.allocate(missing, &mut sequence.blocks);
+            debug_assert!(allocated, "free blocks were counted above");
+            sequence.computed = found.len() * BLOCK_LEN;
+            sequence.registered = found.len();
+            if sequence.first_step.is_none() {
+                sequence.first_step = Some(Instant::now());
+                sequence.cached_tokens = sequence.computed;
+                sequence.tickets.leave_waiting();
+                let queued = sequence.timings().queue;
+                self.metrics.request_queue_time.observe(queued.as_secs_f64());
+                self.metrics.prompt_tokens.inc_by(sequence.prompt_len as u64);
+                if self.limits.prefix_cache {
+                    self.metrics.prefix_cache_queries.inc_by(length as u64);
+                    self.metrics.prefix_cache_hits.inc_by(sequence.computed as u64);
+                }
+            }
+            // Preempted sequences come back in order; everything that waits arrived later than what runs,
+            // except when a preempted one overtakes, so the place is searched.
+            let place = self.running.partition_point(|other| other.order < sequence.order);
+            self.running.insert(place, sequence);
+        }
+    }
+
+    /// Takes in the results of a part of the step, whose logits start at `row`.
+    fn advance(&mut self, part: Planned, row: usize, now: Instant) {
+        let rows = self.rows_of(part);
+        let start = self.running[part.index].computed;
+        if self.running[part.index].prompt_logprobs_wanted.is_some() {
+            self.collect_prompt_logprobs(part, row, rows);
+        }
+        let sequence = &mut self.running[part.index];
+        sequence.computed = start + part.count;
+        if self.limits.prefix_cache {
+            let full = sequence.computed / BLOCK_LEN;
+            for block in sequence.registered..full {
+                let hash = sequence.block_hashes()[block];
+                self.pool.register(sequence.blocks[block], hash);
+            }
+            sequence.registered = full;
+        }
+        if sequence.pending() > 0 {
+            return;
+        }
+        if !sequence.started {
+            sequence.started = true;
+            let prompt_logprobs = std::mem::take(&mut sequence.prompt_logprobs);
+            sequence.send(Event::Started { cached_tokens: sequence.cached_tokens, prompt_logprobs });
+            if sequence.max_tokens == 0 {
+                self.end(part.index, FinishReason::Length, None, now);
+                return;
+            }
+        }
+        self.sample(part.index, row + rows - 1, now);
+    }
+
+    /// Log-probabilities of the prompt tokens that follow the computed positions.
+    fn collect_prompt_logprobs(&mut self, part: Planned, row: usize, rows: usize) {
+        let sequence = &mut self.running[part.index];
+        let top = sequence.prompt_logprobs_wanted.unwrap_or(0);
+        // Without all rows this is the single token of a decoding step.
+        let start = sequence.computed + part.count - rows;
+        for offset in 0..rows {
+            let position = start + offset;
+            let is_next = position == sequence.prompt_logprobs.len();
+            if sequence.started || !is_next || position + 1 >= sequence.prompt_len {
+                continue;
+            }
+            let logits = self.logits.row_mut(row + offset);
+            exclude_from(logits, self.limits.token_limit);
+            let next = sequence.tokens[position + 1];
+            match logprobs_of(logits, next, top, &mut self.scratch) {
+                Ok(logprobs) => sequence.prompt_logprobs.push(logprobs),
+                Err(_) => sequence.fail(not_finite()),
+            }
+        }
+    }
+
+    /// Chooses the next token of a sequence from a row of logits.
+    fn sample(&mut self, index: usize, row: usize, now: Instant) {
+        let sequence = &mut self.running[index];
+        if sequence.finished {
+            return;
+        }
+        let logits = self.logits.row_mut(row);
+        exclude_from(logits, self.limits.token_limit);
+        let logprobs = sequence.sampler.logprobs();
+        if logprobs.is_some() {
+            self.raw.clear();
+            self.raw.extend_from_slice(logits);
+        }
+        sequence.sampler.adjust(logits);
+        if sequence.generated() < sequence.min_tokens {
+            for &stop in &sequence.stop_token_ids {
+                if let Some(logit) = logits.get_mut(stop as usize) {
+                    *logit = f32::NEG_INFINITY;
+                }
+            }
+        }
+        if let Some(constraint) = &mut sequence.constraint
+            && let Err(error) = constraint.mask(logits)
+        {
+            sequence.fail(error.to_string());
+            return;
+        }
+        let position = sequence.generated() as u64;
+        let Ok(token) = sequence.sampler.choose(logits, position, &mut self.scratch) else {
+            sequence.fail(not_finite());
+            return;
+        };
+        let logprobs = match logprobs.map(|top| logprobs_of(&self.raw, token, top, &mut self.scratch)) {
+            None => None,
+            Some(Ok(logprobs)) => Some(logprobs),
+            Some(Err(_)) => {
+                sequence.fail(not_finite());
+                return;
+            }
+        };
+        self.record_token(index, now);
+        let sequence = &mut self.running[index];
+        if sequence.stop_token_ids.binary_search(&token).is_ok() {
+            self.end(index, FinishReason::Stop, Some(token), now);
+            return;
+        }
+        sequence.tokens.push(token);
+        sequence.sampler.accept(token);
+        sequence.send(Event::Token { id: token, logprobs });
+        if let Some(constraint) = &mut sequence.constraint {
+            if let Err(error) = constraint.accept(token) {
+                sequence.fail(error.to_string());
+                return;
+            }
+            if constraint.is_complete() {
+                self.end(index, FinishReason::Stop, None, now);
+                return;
+            }
+        }
+        if self.running[index].generated() >= self.running[index].max_tokens {
+            self.end(index, FinishReason::Length, None, now);
+        }
+    }
+
+    fn record_token(&mut self, index: usize, now: Instant) {
+        let sequence = &mut self.running[index];
+        self.metrics.generation_tokens.inc();
+        match sequence.last_token {
+            None => {
+                sequence.first_token = Some(now);
+                let waited = now.saturating_duration_since(sequence.arrival);
+                self.metrics.time_to_first_token.observe(waited.as_secs_f64());
+                let prefill = sequence.timings().prefill;
+                self.metrics.request_prefill_time.observe(prefill.as_secs_f64());
+            }
+            Some(last) => {
+                let between = now.saturating_duration_since(last);
+                self.metrics.inter_token_latency.observe(between.as_secs_f64());
+            }
+        }
+        sequence.last_token = Some(now);
+    }
+
+    fn end(&mut self, index: usize, reason: FinishReason, stop_token: Option<u32>, now: Instant) {
+        let sequence = &mut self.running[index];
+        sequence.finish(reason, stop_token);
+        let whole = now.saturating_duration_since(sequence.arrival);
+        sequence.tickets.queue().record_duration(whole);
+        self.metrics.e2e_request_latency.observe(whole.as_secs_f64());
+        let decode = sequence.timings().decode;
+        self.metrics.request_decode_time.observe(decode.as_secs_f64());
+        self.metrics.count_finished(reason.as_str());
+    }
+
+    fn update_gauges(&self) {
+        self.metrics.num_requests_running.set(self.running.len() as i64);
+        self.metrics.num_requests_waiting.set(self.waiting.len() as i64);
+        let used = self.pool.len() - self.pool.free();
+        let share = used as f64 / self.pool.len().max(1) as f64;
+        self.metrics.kv_cache_usage_perc.set(share);
+    }
+}
+
+fn not_finite() -> String {
+    "the model's logits are not finite".to_owned()
+}
+
+/// Rows of the head without a token are never chosen.
+fn exclude_from(logits: &mut [f32], token_limit: usize) {
+    if let Some(beyond) = logits.get_mut(token_limit..) {
+        beyond.fill(f32::NEG_INFINITY);
+    }
+}
+
+/// Logits that a sequence needs from a step of `count` of its tokens.
+fn wanted(sequence: &Sequence, count: usize) -> LogitsWanted {
+    if sequence.prompt_logprobs_wanted.is_some() && !sequence.started {
+        LogitsWanted::All
+    } else if count == sequence.pending() {
+        LogitsWanted::Last
+    } else {
+        LogitsWanted::None
+    }
+}
