@@ -9,6 +9,8 @@ mod assets;
 mod error;
 mod folder;
 mod header;
+pub mod quant_config;
+pub mod resolve;
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -17,6 +19,7 @@ use serde_json::Value;
 
 pub use error::SafetensorsError;
 use folder::Listing;
+pub use resolve::{Resolution, ResolveError, ResolveOptions, ResolvedWeight, SourceEncoding, resolve};
 
 use crate::source::{Checkpoint, SourceDtype, SourceFile, SourceKind, SourceTensor};
 
