@@ -1,1 +1,29 @@
-//! CPU operators.
+//! The compute of vt: CPU operators that read bundle planes directly.
+//!
+//! - [`context`], [`pool`]: threads and instruction set of one engine, passed by reference; there is no static state;
+//! - [`weight`], [`mod@matmul`]: matrices as a bundle stores them, and products with them;
+//! - [`norm`], [`rope`], [`attention`], [`kv_cache`], [`activation`], [`softmax`]: the rest of a decoder layer;
+//! - [`reference`]: every operator again, readable and slow, as the tests' measure.
+//!
+//! Axis letters: M (or T) tokens, N out-features, K in-features, H heads, D elements of a head.
+
+pub mod activation;
+pub mod attention;
+pub mod context;
+mod fragment;
+pub mod kv_cache;
+pub mod matmul;
+pub mod norm;
+pub mod pool;
+mod quantise;
+mod recipe;
+pub mod reference;
+pub mod rope;
+mod simd;
+pub mod softmax;
+pub mod weight;
+
+pub use context::{Context, Isa};
+pub use matmul::{Activations, MatmulScratch, matmul};
+pub use pool::Pool;
+pub use weight::{FloatType, RowsWeight, TiledWeight, Weight, WeightError};
