@@ -5,7 +5,7 @@
 //! decoded to f32 by its own [`decode_row`](vt_bundle::encoding::EncodingSpec::decode_row), a strip at a time.
 //! Recipes agree with `decode_row` up to the rounding of f32 products; the tests compare the two.
 
-use vt_bundle::encoding::Span;
+use vt_bundle::codec::ggml::{half_e8m0, half_ue4m3};
 use vt_bundle::layout::TiledMatrix;
 use vt_bundle::tile::{TILE_K, TILE_N};
 
@@ -31,8 +31,8 @@ pub(crate) enum Codes {
     E4m3,
 }
 
-/// Fills the scales of the strip at `k0` of tile column `tile_n`.
-type ScaleRule = fn(weight: &TiledWeight<'_>, isa: Isa, tile_n: usize, k0: usize, scales: &mut Scales);
+/// Computes the scales of a strip.
+type ScaleRule = fn(strip: StripPlace<'_, '_>, scales: &mut Scales);
 
 /// How an encoding is decoded.
 #[derive(Clone, Copy, Debug)]
@@ -51,78 +51,138 @@ pub(crate) struct Recipe {
 
 /// `2 * value + 12` of the E2M1 codes: all are whole numbers in `0..=24`, with zero at 12.
 const E2M1_TABLE: [u8; 16] = [12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0];
+/// The values of ggml's IQ4 table plus 127.
+const IQ4_TABLE: [u8; 16] = [0, 23, 44, 62, 78, 92, 105, 117, 128, 140, 152, 165, 180, 196, 216, 240];
+
+/// Codes of one super-block of k-quants.
+const SUPER_K: usize = 256;
 
 impl Recipe {
     /// The recipe for a matrix, where its encoding and group sizes have one.
     pub fn find(matrix: &TiledMatrix) -> Option<Self> {
         let zero = |zero| Codes::Integer { table: None, zero };
-        let group = matrix.group_size as usize;
+        let e2m1 = Codes::Integer { table: Some(&E2M1_TABLE), zero: 12 };
+        let iq4 = Codes::Integer { table: Some(&IQ4_TABLE), zero: 127 };
         let (codes, min, scales): (Codes, bool, ScaleRule) = match matrix.spec.decode {
-            "ggml.q8_0@1" => (zero(128), false, scale_f16),
-            "ggml.q4_1@1" => (zero(0), true, scale_and_min_f16),
-            "nvfp4.modelopt@1" => {
-                (Codes::Integer { table: Some(&E2M1_TABLE), zero: 12 }, false, |w, isa, tile_n, k0, out| {
-                    scale_e4m3(w, isa, tile_n, k0, out, |global| global * 0.5)
-                })
-            }
+            "q4_0.ggml@1" => (zero(8), false, scale_f16),
+            "q5_0.ggml@1" => (zero(16), false, scale_f16),
+            "q8_0.ggml@1" => (zero(128), false, scale_f16),
+            "iq4_nl.ggml@1" => (iq4, false, scale_f16),
+            "q4_1.ggml@1" | "q5_1.ggml@1" => (zero(0), true, scale_and_min_f16),
+            "q4_k.ggml@1" | "q5_k.ggml@1" => (zero(0), true, |strip, out| {
+                strip.product(0, 2, f32::from, &mut out.d);
+                strip.product(1, 3, |mn| -f32::from(mn), &mut out.m);
+            }),
+            "q2_k.ggml@1" => (zero(0), true, |strip, out| {
+                strip.product(0, 1, |both| f32::from(both & 15), &mut out.d);
+                strip.product(0, 2, |both| -f32::from(both >> 4), &mut out.m);
+            }),
+            "q3_k.ggml@1" => (zero(4), false, |strip, out| {
+                strip.product(0, 1, |sc| f32::from(sc) - 32.0, &mut out.d);
+            }),
+            "q6_k.ggml@1" => (zero(32), false, |strip, out| {
+                strip.product(0, 1, |sc| f32::from(sc.cast_signed()), &mut out.d);
+            }),
+            "iq4_xs.ggml@1" => (iq4, false, |strip, out| {
+                strip.product(0, 1, |sc| f32::from(sc) - 32.0, &mut out.d);
+            }),
+            "mxfp4.ggml@1" => (e2m1, false, |strip, out| strip.bytes(0, half_e8m0, &mut out.d)),
+            "nvfp4.ggml@1" => (e2m1, false, |strip, out| strip.bytes(0, half_ue4m3, &mut out.d)),
+            "nvfp4.modelopt@1" => (e2m1, false, |strip, out| strip.e4m3(0, strip.part_f32(1) * 0.5, &mut out.d)),
             "nvfp4.compressed-tensors@1" => {
-                (Codes::Integer { table: Some(&E2M1_TABLE), zero: 12 }, false, |w, isa, tile_n, k0, out| {
-                    scale_e4m3(w, isa, tile_n, k0, out, |global| 0.5 / global)
-                })
+                (e2m1, false, |strip, out| strip.e4m3(0, 0.5 / strip.part_f32(1), &mut out.d))
             }
             _ => return None,
         };
+        let group = matrix.group_size as usize;
         let halves = group == TILE_K;
-        if !halves && !group.is_multiple_of(STRIP_K) {
+        if !halves && (group == 0 || !group.is_multiple_of(STRIP_K)) {
             return None;
         }
         Some(Self { codes, halves, min, reach: group.max(STRIP_K), scales })
     }
 }
 
-/// The bytes of one group row of a [`Span::Group`] plane that belong to a tile column.
-fn group_row<'a>(weight: &TiledWeight<'a>, plane: usize, tile_n: usize, k0: usize) -> &'a [u8] {
-    let scale = &weight.matrix.spec.scales[plane];
-    debug_assert_eq!(scale.span, Span::Group);
-    let row = k0 / weight.matrix.group_size as usize;
-    let at = row * weight.matrix.padded_n() as usize + tile_n * TILE_N;
-    let size = scale.dtype.bytes();
-    &weight.scales[plane][at * size..(at + TILE_N) * size]
+/// The place of a strip: what a scale rule needs to find its elements.
+#[derive(Clone, Copy)]
+pub(crate) struct StripPlace<'w, 'a> {
+    pub weight: &'w TiledWeight<'a>,
+    pub isa: Isa,
+    pub tile_n: usize,
+    pub k0: usize,
 }
 
-/// Plane 0: f16 scales of groups of 32 or more.
-fn scale_f16(weight: &TiledWeight<'_>, isa: Isa, tile_n: usize, k0: usize, scales: &mut Scales) {
-    simd::grouped_f16(isa, group_row(weight, 0, tile_n, k0), &mut scales.d[0]);
-}
-
-/// Plane 0: f16 scales, plane 1: f16 minima, of groups of 32 or more.
-fn scale_and_min_f16(weight: &TiledWeight<'_>, isa: Isa, tile_n: usize, k0: usize, scales: &mut Scales) {
-    simd::grouped_f16(isa, group_row(weight, 0, tile_n, k0), &mut scales.d[0]);
-    simd::grouped_f16(isa, group_row(weight, 1, tile_n, k0), &mut scales.m[0]);
-}
-
-/// Plane 0: E4M3 scales of groups of 16 or more; plane 1: one f32 per part, made a factor by `factor`.
-fn scale_e4m3(
-    weight: &TiledWeight<'_>,
-    isa: Isa,
-    tile_n: usize,
-    k0: usize,
-    scales: &mut Scales,
-    factor: impl Fn(f32) -> f32,
-) {
-    let part = weight.matrix.part_of((tile_n * TILE_N) as u64);
-    let global = &weight.scales[1][4 * part..4 * part + 4];
-    let factor = factor(f32::from_le_bytes([global[0], global[1], global[2], global[3]]));
-    let group = weight.matrix.group_size as usize;
-    let k = weight.matrix.k as usize;
-    for (half, d) in scales.d.iter_mut().enumerate() {
-        let k0 = k0 + half * TILE_K;
-        // The second half lies in the same group where groups are longer, and nowhere where K ends.
-        if half == 1 && (group > TILE_K || k0 >= k) {
-            break;
-        }
-        simd::grouped_e4m3(isa, group_row(weight, 0, tile_n, k0), factor, d);
+impl StripPlace<'_, '_> {
+    /// The bytes of one row of a plane that belong to the tile column; `reach` codes along K share a row.
+    fn row(&self, plane: usize, k: usize, reach: usize) -> &[u8] {
+        let matrix = self.weight.matrix;
+        let size = matrix.spec.scales[plane].dtype.bytes();
+        let at = k / reach * matrix.padded_n() as usize + self.tile_n * TILE_N;
+        &self.weight.scales[plane][at * size..(at + TILE_N) * size]
     }
+
+    /// Where the scales of the strip begin along K: once, or at each tile where groups are of 16. The last tile of an
+    /// odd number has no second.
+    fn starts(&self) -> impl Iterator<Item = usize> + use<> {
+        let (k0, k, group) = (self.k0, self.weight.matrix.k as usize, self.weight.matrix.group_size as usize);
+        let second = (group == TILE_K && k0 + TILE_K < k).then_some(k0 + TILE_K);
+        std::iter::once(k0).chain(second)
+    }
+
+    fn group(&self) -> usize {
+        self.weight.matrix.group_size as usize
+    }
+
+    /// A group plane of f16.
+    fn f16(&self, plane: usize, out: &mut [[f32; TILE_N]; 2]) {
+        for (k, out) in self.starts().zip(out) {
+            simd::grouped_f16(self.isa, self.row(plane, k, self.group()), out);
+        }
+    }
+
+    /// A group plane of E4M3, times `factor`.
+    fn e4m3(&self, plane: usize, factor: f32, out: &mut [[f32; TILE_N]; 2]) {
+        for (k, out) in self.starts().zip(out) {
+            simd::grouped_e4m3(self.isa, self.row(plane, k, self.group()), factor, out);
+        }
+    }
+
+    /// A group plane of bytes.
+    fn bytes(&self, plane: usize, value: impl Fn(u8) -> f32, out: &mut [[f32; TILE_N]; 2]) {
+        let mut bytes = [0u8; TILE_N];
+        for (k, out) in self.starts().zip(out) {
+            simd::grouped_bytes(self.isa, self.row(plane, k, self.group()), &mut bytes);
+            out.iter_mut().zip(bytes).for_each(|(out, byte)| *out = value(byte));
+        }
+    }
+
+    /// Sub-scales of a k-quant, a group plane of bytes, times the super-blocks' f16.
+    fn product(&self, plane: usize, super_plane: usize, value: impl Fn(u8) -> f32, out: &mut [[f32; TILE_N]; 2]) {
+        let mut factors = [0.0f32; TILE_N];
+        simd::grouped_f16(self.isa, self.row(super_plane, self.k0, SUPER_K), &mut factors);
+        self.bytes(plane, value, out);
+        for (_, out) in self.starts().zip(out) {
+            out.iter_mut().zip(factors).for_each(|(out, factor)| *out *= factor);
+        }
+    }
+
+    /// The f32 of the part that the tile column belongs to.
+    fn part_f32(&self, plane: usize) -> f32 {
+        let part = self.weight.matrix.part_of((self.tile_n * TILE_N) as u64);
+        let s = &self.weight.scales[plane][4 * part..4 * part + 4];
+        f32::from_le_bytes([s[0], s[1], s[2], s[3]])
+    }
+}
+
+/// Plane 0: f16 scales.
+fn scale_f16(strip: StripPlace<'_, '_>, scales: &mut Scales) {
+    strip.f16(0, &mut scales.d);
+}
+
+/// Plane 0: f16 scales, plane 1: f16 minima.
+fn scale_and_min_f16(strip: StripPlace<'_, '_>, scales: &mut Scales) {
+    strip.f16(0, &mut scales.d);
+    strip.f16(1, &mut scales.m);
 }
 
 /// Scales of any plane by the geometry's own index, for spans that change rarely.

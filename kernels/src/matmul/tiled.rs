@@ -7,7 +7,7 @@ use crate::fragment::{FRAGMENT_ROW, PANEL_COLUMN};
 use crate::matmul::Activations;
 use crate::pool::ColumnBlock;
 use crate::quantise::Quantised;
-use crate::recipe::{Codes, Recipe, STRIP_K};
+use crate::recipe::{Codes, Recipe, STRIP_K, StripPlace};
 use crate::simd::{self, Acc, ActivationRows, CodePanel, FloatPanel, Scales, Strip, TILE_QUADS};
 use crate::weight::{StripScratch, TiledWeight};
 
@@ -70,7 +70,7 @@ fn by_recipe(isa: Isa, weight: &TiledWeight<'_>, recipe: &Recipe, input: Input<'
             simd::apply_table(isa, table, &mut panel);
         }
         if k0.is_multiple_of(recipe.reach) {
-            (recipe.scales)(weight, isa, tile_n, k0, &mut scales);
+            (recipe.scales)(StripPlace { weight, isa, tile_n, k0 }, &mut scales);
         }
         match input {
             Input::Integer(x) => simd::dot_integer(isa, &panel, &scales, strip, &x, rows.clone(), acc),

@@ -30,6 +30,11 @@ pub(super) fn grouped_f16(bytes: &[u8], out: &mut [f32; TILE_N]) {
 }
 
 #[target_feature(enable = "avx2,fma,f16c")]
+pub(super) fn grouped_bytes(bytes: &[u8], out: &mut [u8; TILE_N]) {
+    portable::grouped_bytes(bytes, out)
+}
+
+#[target_feature(enable = "avx2,fma,f16c")]
 pub(super) fn grouped_e4m3(bytes: &[u8], factor: f32, out: &mut [f32; TILE_N]) {
     portable::grouped_e4m3(bytes, factor, out)
 }

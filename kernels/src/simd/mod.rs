@@ -137,6 +137,11 @@ pub(crate) fn grouped_f16(isa: Isa, bytes: &[u8], out: &mut [f32; TILE_N]) {
     dispatch!(isa, grouped_f16(bytes, out))
 }
 
+/// 64 bytes in grouped-interleaved order to panel order.
+pub(crate) fn grouped_bytes(isa: Isa, bytes: &[u8], out: &mut [u8; TILE_N]) {
+    dispatch!(isa, grouped_bytes(bytes, out))
+}
+
 /// 64 E4M3 scales in grouped-interleaved order to f32 in panel order, times `factor`.
 pub(crate) fn grouped_e4m3(isa: Isa, bytes: &[u8], factor: f32, out: &mut [f32; TILE_N]) {
     dispatch!(isa, grouped_e4m3(bytes, factor, out))

@@ -67,6 +67,12 @@ pub(super) fn grouped_f16(bytes: &[u8], out: &mut [f32; TILE_N]) {
     }
 }
 
+pub(super) fn grouped_bytes(bytes: &[u8], out: &mut [u8; TILE_N]) {
+    for (value, c) in out.iter_mut().zip(PANEL_COLUMN) {
+        *value = bytes[ScaleOrder::GroupedInterleaved.position(c)];
+    }
+}
+
 pub(super) fn grouped_e4m3(bytes: &[u8], factor: f32, out: &mut [f32; TILE_N]) {
     for (value, c) in out.iter_mut().zip(PANEL_COLUMN) {
         *value = E4M3[usize::from(bytes[ScaleOrder::GroupedInterleaved.position(c)])] * factor;

@@ -14,6 +14,8 @@ mod legacy;
 pub mod raw;
 mod raw_grids;
 
+pub use fp4::{half_e8m0, half_ue4m3};
+
 use super::{Band, Codec, MatrixShape};
 use crate::encoding::{EncodingSpec, MAX_SCALE_PLANES, Span};
 

@@ -1,0 +1,106 @@
+//! Inputs for the tests: a small generator, and matrices with random planes in any encoding.
+
+#![allow(dead_code)]
+
+use vt_bundle::encoding::{EncodingSpec, ScaleType};
+use vt_bundle::layout::{PlaneKind, TiledMatrix};
+use vt_kernels::{TiledWeight, Weight};
+
+/// SplitMix64: every test names its seed, so that a failure can be repeated.
+pub struct Random(pub u64);
+
+impl Random {
+    pub fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+        z ^ (z >> 31)
+    }
+
+    /// Uniform in -1 to 1.
+    pub fn unit(&mut self) -> f32 {
+        (self.next() >> 40) as f32 / (1u64 << 23) as f32 - 1.0
+    }
+
+    pub fn below(&mut self, n: usize) -> usize {
+        (self.next() % n as u64) as usize
+    }
+
+    /// Values of mixed magnitude, as activations are: most near 1, a few much larger.
+    pub fn activations(&mut self, len: usize) -> Vec<f32> {
+        (0..len).map(|_| self.unit() * if self.below(50) == 0 { 20.0 } else { 1.0 }).collect()
+    }
+}
+
+/// A matrix and planes of random codes and plausible scales.
+pub struct RandomMatrix {
+    pub matrix: TiledMatrix,
+    planes: Vec<Vec<u8>>,
+}
+
+impl RandomMatrix {
+    pub fn new(
+        spec: &'static EncodingSpec,
+        k: usize,
+        parts: &[u64],
+        group: usize,
+        block: [u64; 2],
+        random: &mut Random,
+    ) -> Self {
+        let matrix = TiledMatrix::new(spec, k as u64, parts, group as u64, block).unwrap();
+        let planes = matrix
+            .planes()
+            .map(|plane| {
+                let len = matrix.plane_bytes(plane) as usize;
+                match plane {
+                    PlaneKind::Code(i) => {
+                        // E4M3 codes exclude the two NaN.
+                        let e4m3 = spec.encoding.contains("e4m3");
+                        let byte = |random: &mut Random| match (random.next() as u8, spec.codes[i].bits) {
+                            (0x7F | 0xFF, 8) if e4m3 => 0x7E,
+                            (byte, _) => byte,
+                        };
+                        (0..len).map(|_| byte(random)).collect()
+                    }
+                    PlaneKind::Scale(i) => scale_plane(spec.scales[i].dtype, len, random),
+                }
+            })
+            .collect();
+        Self { matrix, planes }
+    }
+
+    pub fn weight(&self) -> Weight<'_> {
+        let planes: Vec<&[u8]> = self.planes.iter().map(Vec::as_slice).collect();
+        Weight::Tiled(TiledWeight::new(&self.matrix, &planes).unwrap())
+    }
+}
+
+fn scale_plane(dtype: ScaleType, len: usize, random: &mut Random) -> Vec<u8> {
+    let mut out = Vec::with_capacity(len);
+    while out.len() < len {
+        let value = random.unit() * 0.1;
+        match dtype {
+            ScaleType::F16 => out.extend(half::f16::from_f32(value).to_le_bytes()),
+            ScaleType::Bf16 => out.extend(half::bf16::from_f32(value).to_le_bytes()),
+            ScaleType::F32 => out.extend((value.abs() + 0.01).to_le_bytes()),
+            // Subnormals to 2: every kind of a positive E4M3.
+            ScaleType::E4M3 => out.push(random.below(0x40) as u8),
+            ScaleType::E8M0 => out.push(120 + random.below(12) as u8),
+            ScaleType::U8 | ScaleType::I8 => out.push(random.below(64) as u8),
+        }
+    }
+    out
+}
+
+/// Panics where an element differs from the reference by more than `tolerance` times the scale of its row's terms.
+pub fn assert_close(what: &str, got: &[f32], expected: &[f64], magnitude: &[f64], tolerance: f64) {
+    assert_eq!(got.len(), expected.len(), "{what}: lengths");
+    for (i, ((g, e), m)) in got.iter().zip(expected).zip(magnitude).enumerate() {
+        let error = (f64::from(*g) - e).abs();
+        assert!(
+            error <= tolerance * m.max(1e-30),
+            "{what}: element {i} is {g}, expected {e} (error {error:e}, scale {m:e})"
+        );
+    }
+}

@@ -1,0 +1,174 @@
+//! Products against f64 sums over weights that the encoding's own formula decoded.
+
+mod common;
+
+use common::{Random, RandomMatrix, assert_close};
+use vt_bundle::encoding::{self, EncodingSpec, Span};
+use vt_kernels::{Activations, Context, FloatType, Isa, MatmulScratch, RowsWeight, Weight, matmul, reference};
+
+/// Encodings under test and a group size for each.
+fn encodings() -> Vec<(&'static EncodingSpec, usize)> {
+    let named = [
+        ("q4_0.ggml@1", 32),
+        ("q4_1.ggml@1", 32),
+        ("q5_0.ggml@1", 32),
+        ("q5_1.ggml@1", 32),
+        ("q8_0.ggml@1", 32),
+        ("q2_k.ggml@1", 16),
+        ("q3_k.ggml@1", 16),
+        ("q4_k.ggml@1", 32),
+        ("q5_k.ggml@1", 32),
+        ("q6_k.ggml@1", 16),
+        ("iq4_nl.ggml@1", 32),
+        ("iq4_xs.ggml@1", 32),
+        ("mxfp4.ggml@1", 32),
+        ("nvfp4.ggml@1", 16),
+        ("nvfp4.modelopt@1", 16),
+        ("nvfp4.compressed-tensors@1", 16),
+        ("nvfp4.compressed-tensors@1", 32),
+    ];
+    named.map(|(name, group)| (encoding::find(name).unwrap_or_else(|| panic!("no encoding {name}")), group)).to_vec()
+}
+
+fn contexts() -> Vec<Context> {
+    let mut contexts = Vec::new();
+    for isa in Isa::ALL {
+        let cx = Context::with_isa(2, isa).unwrap();
+        if cx.isa() == isa {
+            contexts.push(cx);
+        } else {
+            eprintln!("{isa:?} is not available on this machine");
+        }
+    }
+    contexts
+}
+
+/// Granularity of K.
+fn k_unit(spec: &EncodingSpec, group: usize) -> usize {
+    spec.scales
+        .iter()
+        .map(|plane| match plane.span {
+            Span::Super(span) => span as usize,
+            Span::Group => group,
+            _ => 16,
+        })
+        .max()
+        .unwrap_or(16)
+}
+
+/// Compares one product in both modes on every instruction set.
+fn check(
+    what: &str,
+    weight: &Weight<'_>,
+    logical: &[std::ops::Range<usize>],
+    m: usize,
+    integer: bool,
+    random: &mut Random,
+) {
+    let (k, stride) = (weight.k(), weight.out_stride());
+    let x = random.activations(m * k);
+    let decoded = reference::decode(weight);
+    for mode in [Activations::F32, Activations::Int8] {
+        // With quantised activations the reference sees what they became, so that only roundings of sums differ.
+        let seen = if mode == Activations::Int8 && integer { reference::quantise(&x, k, 32) } else { x.clone() };
+        let expected = reference::matmul(&seen, &decoded, k);
+        let absolute = |v: &[f32]| v.iter().map(|v| v.abs()).collect::<Vec<_>>();
+        let magnitude = reference::matmul(&absolute(&seen), &absolute(&decoded), k);
+        for cx in contexts() {
+            let mut out = vec![f32::NAN; m * stride];
+            matmul(&cx, weight, &x, mode, &mut MatmulScratch::default(), &mut out);
+            let what = format!("{what}, M {m}, K {k}, N {stride}, {mode:?}, {:?}", cx.isa());
+            for row in 0..m {
+                for part in logical {
+                    let at = row * stride + part.start..row * stride + part.end;
+                    let (out, expected, magnitude) = (&out[at.clone()], &expected[at.clone()], &magnitude[at]);
+                    // Sums of K f32 terms, some with offsets that cancel.
+                    assert_close(&format!("{what}, row {row}, part {part:?}"), out, expected, magnitude, 3e-6);
+                }
+            }
+            assert!(out.iter().all(|v| !v.is_nan()), "{what}: an element was not written");
+        }
+    }
+}
+
+#[test]
+fn every_encoding_with_one_row() {
+    let mut random = Random(1);
+    for (spec, group) in encodings() {
+        let unit = k_unit(spec, group);
+        for k in [unit, 3 * unit, 5 * unit] {
+            let matrix = RandomMatrix::new(spec, k, &[100, 64, 7], group, [0, 0], &mut random);
+            check(spec.decode, &matrix.weight(), &[0..100, 128..192, 192..199], 1, true, &mut random);
+        }
+    }
+}
+
+#[test]
+fn every_encoding_with_many_rows() {
+    let mut random = Random(2);
+    for (spec, group) in encodings() {
+        let unit = k_unit(spec, group);
+        for m in [2, 3, 4, 5, 7, 8, 13, 70] {
+            let k = unit * (1 + random.below(if unit > 100 { 2 } else { 6 }));
+            let n = 1 + random.below(90);
+            let matrix = RandomMatrix::new(spec, k, &[n as u64], group, [0, 0], &mut random);
+            check(spec.decode, &matrix.weight(), &[0..n], m, true, &mut random);
+        }
+    }
+}
+
+#[test]
+fn rows_of_floats() {
+    let mut random = Random(3);
+    for dtype in [FloatType::F32, FloatType::F16, FloatType::Bf16] {
+        for (n, k, m) in [(1, 1, 1), (3, 17, 2), (37, 100, 5), (64, 576, 1), (19, 31, 70), (130, 48, 9)] {
+            let mut data = Vec::new();
+            for _ in 0..n * k {
+                let v = random.unit();
+                match dtype {
+                    FloatType::F32 => data.extend(v.to_le_bytes()),
+                    FloatType::F16 => data.extend(half::f16::from_f32(v).to_le_bytes()),
+                    FloatType::Bf16 => data.extend(half::bf16::from_f32(v).to_le_bytes()),
+                }
+            }
+            let weight = Weight::Rows(RowsWeight::new(dtype, n, k, &data).unwrap());
+            check(&format!("{dtype:?}"), &weight, &[0..n], m, false, &mut random);
+        }
+    }
+}
+
+#[test]
+fn the_number_of_threads_changes_nothing() {
+    let mut random = Random(4);
+    let spec = encoding::find("q4_1.ggml@1").unwrap();
+    let matrix = RandomMatrix::new(spec, 256, &[320], 32, [0, 0], &mut random);
+    let weight = matrix.weight();
+    for m in [1, 6, 130] {
+        let x = random.activations(m * 256);
+        let results = [1, 2, 3].map(|threads| {
+            let cx = Context::new(threads).unwrap();
+            let mut out = vec![f32::NAN; m * 320];
+            matmul(&cx, &weight, &x, Activations::Int8, &mut MatmulScratch::default(), &mut out);
+            out.iter().map(|v| v.to_bits()).collect::<Vec<_>>()
+        });
+        assert!(results[0] == results[1] && results[0] == results[2], "M {m}");
+    }
+}
+
+#[test]
+fn values_that_are_not_finite_reach_the_product() {
+    let mut random = Random(5);
+    let spec = encoding::find("q8_0.ggml@1").unwrap();
+    let matrix = RandomMatrix::new(spec, 64, &[64], 32, [0, 0], &mut random);
+    for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+        for mode in [Activations::F32, Activations::Int8] {
+            for cx in contexts() {
+                let mut x = random.activations(64);
+                x[40] = bad;
+                let mut out = vec![0.0; 64];
+                matmul(&cx, &matrix.weight(), &x, mode, &mut MatmulScratch::default(), &mut out);
+                assert!(out.iter().any(|v| !v.is_finite()), "{bad}, {mode:?}, {:?}", cx.isa());
+            }
+        }
+    }
+}
