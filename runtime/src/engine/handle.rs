@@ -2,7 +2,7 @@
 
 use super::model::Model;
 use super::queue::Queue;
-use super::request::{Event, GenerationRequest, SubmitError};
+use super::request::{EventStream, GenerationRequest, SubmitError};
 use super::scheduler::{Scheduler, SchedulerLimits};
 use super::sequence::Sequence;
 use crate::metrics::Metrics;
@@ -89,7 +89,7 @@ impl EngineHandle {
     ///
     /// # Errors
     /// [`SubmitError`] says why the request was not accepted. Nothing was started then.
-    pub fn submit(&self, request: GenerationRequest) -> Result<UnboundedReceiver<Event>, SubmitError> {
+    pub fn submit(&self, request: GenerationRequest) -> Result<EventStream, SubmitError> {
         let shared = &self.shared;
         if !shared.accepting.load(Ordering::Acquire) {
             return Err(SubmitError::ShuttingDown);
@@ -116,9 +116,10 @@ impl EngineHandle {
             });
         };
         let (events, receiver) = unbounded_channel();
-        let sequence = Box::new(Sequence::new(request, events, tickets));
-        self.commands.send(Command::Add(sequence)).map_err(|_| SubmitError::Stopped)?;
-        Ok(receiver)
+        let stopped = Arc::new(AtomicBool::new(false));
+        let sequence = Sequence::new(request, events, Arc::clone(&stopped), tickets);
+        self.commands.send(Command::Add(Box::new(sequence))).map_err(|_| SubmitError::Stopped)?;
+        Ok(EventStream::new(receiver, stopped))
     }
 
     /// Longest sequence, prompt and output together.

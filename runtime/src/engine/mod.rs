@@ -16,6 +16,6 @@ mod sequence;
 mod tests;
 
 pub use handle::{EngineConfig, EngineHandle};
-pub use request::{CacheSalt, Event, Finish, FinishReason, GenerationRequest, SubmitError, Timings};
+pub use request::{CacheSalt, Event, EventStream, Finish, FinishReason, GenerationRequest, SubmitError, Timings};
 pub use sampling::{SamplingParams, TokenLogprobs};
 pub use scheduler::SchedulerLimits;

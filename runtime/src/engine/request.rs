@@ -2,8 +2,12 @@
 
 use super::constraint::Constraint;
 use super::sampling::{SamplingParams, TokenLogprobs};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::task::{Context, Poll};
 use std::time::Duration;
 use thiserror::Error;
+use tokio::sync::mpsc::UnboundedReceiver;
 
 /// Separates the prefix caches of users who must not learn of each other's prompts: the time to the
 /// first token tells whether a prefix was cached. Requests share cached blocks only under equal salts.
@@ -127,6 +131,41 @@ pub enum Event {
     Finished(Finish),
     /// The engine could not go on with this sequence.
     Failed(String),
+}
+
+/// The events of one sequence. Dropping it cancels the sequence before the next step.
+#[derive(Debug)]
+pub struct EventStream {
+    receiver: UnboundedReceiver<Event>,
+    stopped: Arc<AtomicBool>,
+}
+
+impl EventStream {
+    pub(super) fn new(receiver: UnboundedReceiver<Event>, stopped: Arc<AtomicBool>) -> Self {
+        Self { receiver, stopped }
+    }
+
+    /// The next event; none after the last, or when the engine is gone.
+    pub async fn recv(&mut self) -> Option<Event> {
+        self.receiver.recv().await
+    }
+
+    /// Like [`Self::recv`], for use in a poll function.
+    pub fn poll_recv(&mut self, context: &mut Context<'_>) -> Poll<Option<Event>> {
+        self.receiver.poll_recv(context)
+    }
+
+    /// Like [`Self::recv`], for use outside of asynchronous code.
+    pub fn blocking_recv(&mut self) -> Option<Event> {
+        self.receiver.blocking_recv()
+    }
+
+    /// Ends the sequence because its text is complete, as a stop string makes it: it is counted as
+    /// finished, not as cancelled. Events that are under way are lost.
+    pub fn stop(&mut self) {
+        self.stopped.store(true, Ordering::Release);
+        self.receiver.close();
+    }
 }
 
 /// Why a request was not accepted.

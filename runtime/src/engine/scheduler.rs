@@ -194,7 +194,9 @@ impl Scheduler {
         let (pool, metrics) = (&mut self.pool, &self.metrics);
         let mut is_over = |sequence: &mut Sequence| {
             let cancelled = !sequence.finished && sequence.is_cancelled();
-            if cancelled {
+            if cancelled && sequence.is_stopped() {
+                count_end(metrics, sequence, FinishReason::Stop, Instant::now());
+            } else if cancelled {
                 metrics.cancelled.inc();
             }
             if cancelled || sequence.finished {
@@ -488,12 +490,7 @@ impl Scheduler {
     fn end(&mut self, index: usize, reason: FinishReason, stop_token: Option<u32>, now: Instant) {
         let sequence = &mut self.running[index];
         sequence.finish(reason, stop_token);
-        let whole = now.saturating_duration_since(sequence.arrival);
-        sequence.tickets.queue().record_duration(whole);
-        self.metrics.e2e_request_latency.observe(whole.as_secs_f64());
-        let decode = sequence.timings().decode;
-        self.metrics.request_decode_time.observe(decode.as_secs_f64());
-        self.metrics.count_finished(reason.as_str());
+        count_end(&self.metrics, sequence, reason, now);
     }
 
     fn update_gauges(&self) {
@@ -503,6 +500,16 @@ impl Scheduler {
         let share = used as f64 / self.pool.len().max(1) as f64;
         self.metrics.kv_cache_usage_perc.set(share);
     }
+}
+
+/// Records a sequence that said all it had to say.
+fn count_end(metrics: &Metrics, sequence: &Sequence, reason: FinishReason, now: Instant) {
+    let whole = now.saturating_duration_since(sequence.arrival);
+    sequence.tickets.queue().record_duration(whole);
+    metrics.e2e_request_latency.observe(whole.as_secs_f64());
+    let decode = sequence.timings().decode;
+    metrics.request_decode_time.observe(decode.as_secs_f64());
+    metrics.count_finished(reason.as_str());
 }
 
 fn not_finite() -> String {

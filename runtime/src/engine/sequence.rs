@@ -7,6 +7,8 @@ use super::queue::Tickets;
 use super::random::fresh_seed;
 use super::request::{CacheSalt, Event, Finish, FinishReason, GenerationRequest, Timings};
 use super::sampling::{Sampler, TokenLogprobs};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 use tokio::sync::mpsc::UnboundedSender;
 
@@ -39,6 +41,7 @@ pub(super) struct Sequence {
     pub started: bool,
     pub finished: bool,
     events: UnboundedSender<Event>,
+    stopped: Arc<AtomicBool>,
     pub tickets: Tickets,
     pub arrival: Instant,
     pub first_step: Option<Instant>,
@@ -47,7 +50,12 @@ pub(super) struct Sequence {
 }
 
 impl Sequence {
-    pub fn new(request: GenerationRequest, events: UnboundedSender<Event>, tickets: Tickets) -> Self {
+    pub fn new(
+        request: GenerationRequest,
+        events: UnboundedSender<Event>,
+        stopped: Arc<AtomicBool>,
+        tickets: Tickets,
+    ) -> Self {
         let mut stop_token_ids = request.stop_token_ids;
         stop_token_ids.sort_unstable();
         let seed = request.sampling.seed.unwrap_or_else(fresh_seed);
@@ -71,6 +79,7 @@ impl Sequence {
             finished: false,
             tokens: request.prompt,
             events,
+            stopped,
             tickets,
             arrival: Instant::now(),
             first_step: None,
@@ -104,6 +113,11 @@ impl Sequence {
     /// Whether nobody waits for the answer any more.
     pub fn is_cancelled(&self) -> bool {
         self.events.is_closed()
+    }
+
+    /// Whether the receiver ended the sequence because its text is complete.
+    pub fn is_stopped(&self) -> bool {
+        self.stopped.load(Ordering::Acquire)
     }
 
     /// Reports an event; a receiver that has gone is noticed by [`Self::is_cancelled`].

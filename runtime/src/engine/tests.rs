@@ -9,7 +9,6 @@ use crate::test_support::{FakeModel, Script};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
-use tokio::sync::mpsc::UnboundedReceiver;
 
 struct Rig {
     engine: EngineHandle,
@@ -49,7 +48,7 @@ struct Answer {
     failure: Option<String>,
 }
 
-async fn collect(mut events: UnboundedReceiver<Event>) -> Answer {
+async fn collect(mut events: EventStream) -> Answer {
     let mut answer = Answer::default();
     while let Some(event) = events.recv().await {
         match event {

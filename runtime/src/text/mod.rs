@@ -3,6 +3,7 @@
 
 pub mod chat_template;
 pub mod detokenizer;
+pub mod output;
 pub mod python_json;
 pub mod stop;
 pub mod strftime;
@@ -14,6 +15,7 @@ mod bundle_text;
 pub use bundle_text::{BundleText, TextAssets};
 pub use chat_template::ChatTemplate;
 pub use detokenizer::{Detokenizer, TextPiece};
+pub use output::{OutputEvent, OutputOptions, OutputStream};
 pub use stop::StopMatcher;
 pub use tokenizer::Tokenizer;
 
