@@ -159,6 +159,12 @@ pub enum GgufError {
     )]
     NotAModel { file: String, found: String },
 
+    /// A tensor whose shape contradicts the metadata.
+    #[error(
+        "{file}: tensor {tensor:?} has shape {found:?}, expected {expected}: the metadata and the tensors do not belong together"
+    )]
+    TensorShape { file: String, tensor: String, found: Vec<u64>, expected: String },
+
     /// A model without tensors.
     #[error("{file}: no tensors: it holds a vocabulary only; pass the model's GGUF")]
     NoTensors { file: String },
