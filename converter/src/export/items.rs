@@ -89,7 +89,11 @@ fn folded_scales(bundle: &Bundle) -> HashSet<String> {
             if let Some(scale) = &part.pre_quant_scale {
                 for expert in 0..tensor.expert_count() {
                     let name = expert_name(tensor, scale, expert);
-                    if part.low_rank.is_some() { kept.insert(name) } else { folded.insert(name) };
+                    if part.low_rank.is_some() {
+                        kept.insert(name)
+                    } else {
+                        folded.insert(name)
+                    };
                 }
             }
         }
