@@ -53,16 +53,23 @@ fn decode(row: &MatrixRow<'_>, out: &mut [f32], combine: impl Fn(f32, f32) -> f3
     }
 }
 
-/// Codec of one of the two writers.
+/// Codec of one way of storing NVFP4.
 pub struct Nvfp4 {
     name: &'static str,
     spec: &'static EncodingSpec,
+    /// Codes `[K/2, N]` and scales `[K/group, N]`, two codes along K in a byte.
+    transposed: bool,
 }
 
 /// ModelOpt: `weight`, `weight_scale`, `weight_scale_2`.
-pub static MODELOPT: Nvfp4 = Nvfp4 { name: "nvfp4.modelopt@1", spec: &MODELOPT_SPEC };
+pub static MODELOPT: Nvfp4 = Nvfp4 { name: "nvfp4.modelopt@1", spec: &MODELOPT_SPEC, transposed: false };
 /// compressed-tensors: `weight_packed`, `weight_scale`, `weight_global_scale`.
-pub static COMPRESSED_TENSORS: Nvfp4 = Nvfp4 { name: "nvfp4.compressed-tensors@1", spec: &COMPRESSED_TENSORS_SPEC };
+pub static COMPRESSED_TENSORS: Nvfp4 =
+    Nvfp4 { name: "nvfp4.compressed-tensors@1", spec: &COMPRESSED_TENSORS_SPEC, transposed: false };
+/// ModelOpt on models with stacked experts (gpt-oss, Llama 4), one expert: `gate_up_proj`, `gate_up_proj_weight_scale`,
+/// `gate_up_proj_weight_scale_2`.
+pub static MODELOPT_TRANSPOSED: Nvfp4 =
+    Nvfp4 { name: "nvfp4.modelopt.transposed@1", spec: &MODELOPT_SPEC, transposed: true };
 
 impl Codec for Nvfp4 {
     fn name(&self) -> &'static str {
@@ -88,31 +95,37 @@ impl Codec for Nvfp4 {
 
     fn codes16(&self, shape: &MatrixShape, inputs: &[&[u8]], row: usize, k0: usize, out: &mut [u8; 16]) {
         // K is a multiple of the group size and so of 16.
-        let at = row * (shape.k / 2) + k0 / 2;
-        for (pair, &byte) in out.chunks_exact_mut(2).zip(&inputs[WEIGHT][at..at + 8]) {
-            pair[0] = byte & 15;
-            pair[1] = byte >> 4;
+        let weight = inputs[WEIGHT];
+        if self.transposed {
+            let bytes: [u8; 8] = std::array::from_fn(|i| weight[(k0 / 2 + i) * shape.n + row]);
+            return super::unpack_nibbles(&bytes, out);
         }
+        super::unpack_nibbles(&weight[row * (shape.k / 2) + k0 / 2..][..8], out);
     }
 
     fn scale(&self, shape: &MatrixShape, inputs: &[&[u8]], plane: usize, row: usize, column: usize, out: &mut [u8]) {
         match plane {
+            PLANE_SCALES if self.transposed => out[0] = inputs[INPUT_SCALES][column * shape.n + row],
             PLANE_SCALES => out[0] = inputs[INPUT_SCALES][row * (shape.k / shape.group_size) + column],
             _ => out.copy_from_slice(inputs[INPUT_GLOBAL]),
         }
     }
 
     fn unit_rows(&self, _: &MatrixShape, input: usize) -> Option<usize> {
-        (input != INPUT_GLOBAL).then_some(1)
+        (input != INPUT_GLOBAL && !self.transposed).then_some(1)
     }
 
-    fn join(&self, _: &MatrixShape, input: usize, band: &Band, out: &mut [u8]) {
+    fn join(&self, shape: &MatrixShape, input: usize, band: &Band, out: &mut [u8]) {
         match input {
-            WEIGHT => {
-                for (byte, pair) in out.iter_mut().zip(band.codes.chunks_exact(2)) {
-                    *byte = pair[0] | pair[1] << 4;
-                }
+            WEIGHT if self.transposed => {
+                let mut packed = vec![0; band.codes.len() / 2];
+                super::pack_nibbles(&band.codes, &mut packed);
+                super::transpose(&packed, band.rows, shape.k / 2, out);
             }
+            INPUT_SCALES if self.transposed => {
+                super::transpose(&band.scales[PLANE_SCALES], band.rows, shape.k / shape.group_size, out);
+            }
+            WEIGHT => super::pack_nibbles(&band.codes, out),
             INPUT_SCALES => out.copy_from_slice(&band.scales[PLANE_SCALES]),
             _ => out.copy_from_slice(band.row_scales(PLANE_GLOBAL, 0)),
         }
