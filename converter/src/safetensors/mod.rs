@@ -1,11 +1,12 @@
 //! Reading a Hugging Face checkpoint: a folder of safetensors files with a `config.json`.
 //!
 //! [`open`] checks every file's size and header before anything else happens and returns the table of tensors;
-//! nothing in it has been decoded yet. [`resolve`](mod@resolve) then says what each tensor is: which scales belong to which weight,
-//! in which encoding. Values (NaN codes, negative scales) are checked range by range by [`values`], while the data
-//! is at hand.
+//! nothing in it has been decoded yet. [`resolve`](mod@resolve) then says what each tensor is: which scales belong to which
+//! weight, in which encoding; [`catalog`](fn@catalog) puts that in the terms of the planner. Values (NaN codes, negative
+//! scales) are checked while they are packed.
 
 mod assets;
+mod catalog;
 mod error;
 mod folder;
 mod header;
@@ -17,6 +18,7 @@ use std::path::Path;
 
 use serde_json::Value;
 
+pub use catalog::{HfDecoder, catalog};
 pub use error::SafetensorsError;
 use folder::Listing;
 pub use resolve::{Resolution, ResolveError, ResolveOptions, ResolvedWeight, SourceEncoding, resolve};

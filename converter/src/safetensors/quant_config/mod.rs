@@ -84,6 +84,8 @@ const CT_FORMATS: [&str; 10] = [
 pub struct QuantConfig {
     /// File that the claims come from.
     file: String,
+    /// The algorithm (ModelOpt), the format (compressed-tensors) or the method, as written.
+    pub declared: Option<String>,
     /// For every module that nothing else is said about.
     default: Option<Scheme>,
     exclude: PatternSet,
@@ -159,6 +161,7 @@ impl QuantConfig {
             self.groups = other.groups;
         }
         self.exclude.merge(other.exclude);
+        self.declared = self.declared.or(other.declared);
         self.kv_cache = self.kv_cache.or(other.kv_cache);
         self.block = self.block.or(other.block);
         self.ue8m0 |= other.ue8m0;
@@ -202,6 +205,10 @@ impl QuantConfig {
         }
         self.ue8m0 = q.get("scale_fmt").and_then(Value::as_str).is_some_and(|s| s.eq_ignore_ascii_case("ue8m0"));
         self.block = self.read_block(q, "weight_block_size")?;
+        self.declared = ["quant_algo", "format", "quant_method"]
+            .iter()
+            .find_map(|key| q.get(*key).and_then(Value::as_str))
+            .map(str::to_owned);
         match method {
             Some("compressed-tensors") => self.read_compressed_tensors(q),
             Some("gptq" | "awq") => {
@@ -233,6 +240,7 @@ impl QuantConfig {
             _ => None,
         };
         if let Some(algo) = self.string(q, "quant_algo")? {
+            self.declared = Some(algo.clone());
             self.default = self.algorithm(&algo, "the model as a whole")?;
         }
         match q.get("quantized_layers") {

@@ -52,6 +52,9 @@ pub(super) fn int8(table: &mut Table<'_>, index: usize, module: &str) -> Result<
     w.zeros = zeros;
     if let Some(zeros) = zeros {
         expect_dtype(table, zeros, &[D::I8], "I8")?;
+        if scales == IntScales::Tensor {
+            return Err(shape_error(table, zeros, &w, "no zero points beside one scale for the tensor".into()));
+        }
         if table.tensor(zeros).shape != table.tensor(scale).shape {
             let expected = format!("{:?}, as the scales,", table.tensor(scale).shape);
             return Err(shape_error(table, zeros, &w, expected));

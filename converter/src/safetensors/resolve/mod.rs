@@ -227,6 +227,10 @@ pub struct Resolution {
     pub auxiliary: Vec<Auxiliary>,
     /// The output projection.
     pub head: Head,
+    /// The algorithm that the configuration names, in its own words.
+    pub declared: Option<String>,
+    /// What the configuration says about the KV cache (`FP8`, `NVFP4`).
+    pub kv_cache: Option<String>,
 }
 
 /// Choices of the user that bear on the roles of tensors.
@@ -259,7 +263,8 @@ pub fn resolve(
     compare(&config, &table, &weights, warnings);
     let kv_scales = kv::collect(&mut table, &config, warnings)?;
     let (plain, auxiliary) = leftovers(&table, warnings);
-    let mut resolution = Resolution { weights, plain, kv_scales, auxiliary, head: Head::None };
+    let (declared, kv_cache) = (config.declared, config.kv_cache);
+    let mut resolution = Resolution { weights, plain, kv_scales, auxiliary, head: Head::None, declared, kv_cache };
     resolution.head = head(checkpoint, &resolution, options, warnings)?;
     Ok(resolution)
 }

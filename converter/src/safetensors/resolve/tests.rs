@@ -119,12 +119,17 @@ fn encodings_by_type_and_shape() {
     use SourceEncoding as E;
     let b = Builder::new;
     assert_eq!(b().nvfp4("m", 4, 64).encoding(), E::Nvfp4 { group: 16, divides: false });
-    let fp4 = |scale: D, columns: u64| b().add("m.weight", D::U8, &[4, 32], &[0]).add("m.weight_scale", scale, &[4, columns], &[0x38]);
+    let fp4 = |scale: D, columns: u64| {
+        b().add("m.weight", D::U8, &[4, 32], &[0]).add("m.weight_scale", scale, &[4, columns], &[0x38])
+    };
     assert_eq!(fp4(D::F8E4M3, 2).f32("m.weight_scale_2", &[1], 1.0).encoding(), E::Nvfp4 { group: 32, divides: false });
     assert_eq!(fp4(D::U8, 4).f32("m.weight_scale_2", &[], 1.0).encoding(), E::Nvfp4 { group: 16, divides: false });
     assert_eq!(fp4(D::U8, 2).encoding(), E::Mxfp4 { blocks: false });
     assert_eq!(fp4(D::F8E8M0, 2).encoding(), E::Mxfp4 { blocks: false });
-    assert_eq!(fp4(D::F32, 1).without("m.weight").add("m.weight", D::U8, &[2, 128], &[0]).encoding(), E::Int4ModelOpt { group: 128 });
+    assert_eq!(
+        fp4(D::F32, 1).without("m.weight").add("m.weight", D::U8, &[2, 128], &[0]).encoding(),
+        E::Int4ModelOpt { group: 128 }
+    );
     let ct = b().add("m.weight_packed", D::U8, &[4, 32], &[0]).add("m.weight_scale", D::F8E4M3, &[4, 4], &[0x38]);
     assert_eq!(ct.f32("m.weight_global_scale", &[1], 2.0).encoding(), E::Nvfp4 { group: 16, divides: true });
 
@@ -151,10 +156,12 @@ fn encodings_by_type_and_shape() {
 
 fn packed(words: u64) -> Builder {
     let shape: Vec<u8> = [8u64, 64].iter().flat_map(|v| v.to_le_bytes()).collect();
-    Builder::new()
-        .add("m.weight_packed", D::I32, &[8, words], &[0x12])
-        .add("m.weight_shape", D::I64, &[2], &shape)
-        .add("m.weight_scale", D::Bf16, &[8, 2], &[0x80, 0x3F])
+    Builder::new().add("m.weight_packed", D::I32, &[8, words], &[0x12]).add("m.weight_shape", D::I64, &[2], &shape).add(
+        "m.weight_scale",
+        D::Bf16,
+        &[8, 2],
+        &[0x80, 0x3F],
+    )
 }
 
 fn gptq(groups: &[i32]) -> Builder {
@@ -178,15 +185,20 @@ fn packed_integers() {
 
     let in_order: Vec<i32> = (0..64).map(|k| k / 32).collect();
     assert_eq!(gptq(&in_order).encoding(), E::Gptq { bits: 4, group: 32, zero_minus_one: true });
-    let v2 = gptq(&in_order).config("quantization_config", serde_json::json!({"quant_method": "gptq", "bits": 4, "checkpoint_format": "gptq_v2"}));
+    let v2 = gptq(&in_order).config(
+        "quantization_config",
+        serde_json::json!({"quant_method": "gptq", "bits": 4, "checkpoint_format": "gptq_v2"}),
+    );
     assert_eq!(v2.encoding(), E::Gptq { bits: 4, group: 32, zero_minus_one: false });
     let mut shuffled = in_order.clone();
     shuffled.swap(3, 40);
     assert!(matches!(gptq(&shuffled).error(), ResolveError::ActOrder { column: 3, found: 1, expected: 0, .. }));
-    let awq = Builder::new()
-        .add("m.qweight", D::I32, &[64, 2], &[0x12])
-        .add("m.qzeros", D::I32, &[2, 2], &[0x77])
-        .add("m.scales", D::F16, &[2, 16], &[0, 0x3C]);
+    let awq = Builder::new().add("m.qweight", D::I32, &[64, 2], &[0x12]).add("m.qzeros", D::I32, &[2, 2], &[0x77]).add(
+        "m.scales",
+        D::F16,
+        &[2, 16],
+        &[0, 0x3C],
+    );
     assert_eq!(awq.encoding(), E::Awq { bits: 4, group: 32 });
     assert!(matches!(awq.without("m.qzeros").error(), ResolveError::Missing { .. }));
 }
@@ -209,7 +221,8 @@ fn stacked_experts() {
     let (r, _) = modelopt.resolve().unwrap();
     let w = &r.weights[0];
     assert_eq!((w.shape, w.stack.unwrap().transposed, w.input_scale.is_some()), ([8, 64], true, true));
-    let llama4 = Builder::new().add("e.down_proj", D::F8E4M3, &[3, 64, 8], &[0]).f32("e.down_proj_weight_scale", &[], 1.0);
+    let llama4 =
+        Builder::new().add("e.down_proj", D::F8E4M3, &[3, 64, 8], &[0]).f32("e.down_proj_weight_scale", &[], 1.0);
     assert_eq!(llama4.resolve().unwrap().0.weights[0].shape, [8, 64]);
     let linear = Builder::new()
         .add("e.weight", D::U8, &[3, 8, 32], &[0])
@@ -258,23 +271,35 @@ fn refusals() {
     assert!(matches!(u8_grid.error(), E::Dtype { found: "U8", .. }));
     let e5m2 = b().add("m.weight", D::F8E5M2, &[4, 64], &[0]).error();
     assert!(matches!(e5m2, E::Dtype { found: "F8_E5M2", .. }));
-    assert!(matches!(b().add("m.weight", D::F8E4M3, &[4], &[0]).f32("m.weight_scale", &[], 1.0).error(), E::WeightShape { .. }));
-    assert!(matches!(b().add("m.weight", D::F8E4M3, &[0, 4], &[0]).f32("m.weight_scale", &[], 1.0).error(), E::WeightShape { .. }));
+    assert!(matches!(
+        b().add("m.weight", D::F8E4M3, &[4], &[0]).f32("m.weight_scale", &[], 1.0).error(),
+        E::WeightShape { .. }
+    ));
+    assert!(matches!(
+        b().add("m.weight", D::F8E4M3, &[0, 4], &[0]).f32("m.weight_scale", &[], 1.0).error(),
+        E::WeightShape { .. }
+    ));
     assert!(matches!(b().add("stray", D::F8E4M3, &[4, 4], &[0]).error(), E::Missing { .. }));
     let twice = whole().add("a.b.weight_packed", D::U8, &[4, 32], &[0]).f32("a.b.weight_global_scale", &[1], 1.0);
     assert!(matches!(twice.error(), E::Twice { .. }));
 
-    let untied = b().add("model.embed_tokens.weight", D::Bf16, &[4, 4], &[0]).config("tie_word_embeddings", false.into());
+    let untied =
+        b().add("model.embed_tokens.weight", D::Bf16, &[4, 4], &[0]).config("tie_word_embeddings", false.into());
     assert!(matches!(untied.error(), E::HeadMissing { stated: true }));
     let narrow = untied.nvfp4("lm_head", 4, 64).config("hidden_size", 32.into());
     assert!(matches!(narrow.error(), E::HeadWidth { found: 64, .. }));
 
     use crate::safetensors::quant_config::QuantConfigError as Q;
     let layer = whole().quantization(serde_json::json!({"quant_algo": "MIXED_PRECISION", "quantized_layers": {"a.b": {"quant_algo": "NVFP5_TRIAL"}}}));
-    assert!(matches!(layer.error(), E::Config(Q::UnknownAlgorithm { layer, value, .. }) if layer == "a.b" && value == "NVFP5_TRIAL"));
+    assert!(
+        matches!(layer.error(), E::Config(Q::UnknownAlgorithm { layer, value, .. }) if layer == "a.b" && value == "NVFP5_TRIAL")
+    );
     let method = whole().config("quantization_config", serde_json::json!({"quant_method": "bitsandbytes"}));
     assert!(matches!(method.error(), E::Config(Q::UnknownMethod { .. })));
-    let format = whole().config("quantization_config", serde_json::json!({"quant_method": "compressed-tensors", "format": "marlin-24"}));
+    let format = whole().config(
+        "quantization_config",
+        serde_json::json!({"quant_method": "compressed-tensors", "format": "marlin-24"}),
+    );
     assert!(matches!(format.error(), E::Config(Q::UnknownFormat { .. })));
     let field = whole().quantization(serde_json::json!({"quant_algo": 4}));
     assert!(matches!(field.error(), E::Config(Q::Field { .. })));
@@ -293,7 +318,9 @@ fn disagreements_warn_once_and_name_both() {
     let w = warnings(two().quantization(listed));
     assert!(w.len() == 1 && w[0].contains("a.y") && !w[0].contains("more"), "{w:?}");
     let plain = Builder::new().add("a.x.weight", D::Bf16, &[4, 4], &[0]);
-    let w = warnings(plain.quantization(serde_json::json!({"quant_algo": "MIXED_PRECISION", "quantized_layers": {"a.x": {"quant_algo": "FP8"}}})));
+    let w = warnings(plain.quantization(
+        serde_json::json!({"quant_algo": "MIXED_PRECISION", "quantized_layers": {"a.x": {"quant_algo": "FP8"}}}),
+    ));
     assert!(w.len() == 1 && w[0].contains("BF16"), "{w:?}");
 }
 
@@ -303,7 +330,12 @@ fn kv_scales_by_every_name() {
         let b = names.iter().fold(Builder::new(), |b, n| b.f32(&format!("l.self_attn.{n}"), &[], 0.5));
         b.resolve().unwrap().0.kv_scales
     };
-    for names in [&["k_proj.k_scale", "v_proj.v_scale"][..], &["k_proj.output_scale", "v_proj.output_scale"], &["kv_scale"], &["k_scale", "v_scale"]] {
+    for names in [
+        &["k_proj.k_scale", "v_proj.v_scale"][..],
+        &["k_proj.output_scale", "v_proj.output_scale"],
+        &["kv_scale"],
+        &["k_scale", "v_scale"],
+    ] {
         let kv = of(names);
         assert_eq!(kv.len(), 1, "{names:?}");
         assert_eq!((kv[0].module.as_str(), kv[0].k.unwrap().1, kv[0].v.unwrap().1), ("l.self_attn", 0.5, 0.5));
