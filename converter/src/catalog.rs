@@ -3,9 +3,13 @@
 //! A source describes each logical tensor once: its Hugging Face name, how it is stored, and which bytes of which source
 //! tensors make it up. The planner decides on fusion, placement and layout from this alone, without reading weights.
 
+use std::ops::Range;
+
 use vt_bundle::codec::{Codec, MatrixShape};
 use vt_bundle::manifest::{KvCache, LowRank};
 use vt_bundle::row_order::RowOrder;
+
+use crate::source::Checkpoint;
 
 /// A range of bytes within one source tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -96,6 +100,15 @@ impl Entry {
             low_rank: None,
         }
     }
+}
+
+/// Decodes the source by its own format's formula, written independently from the decoders of the bundle.
+pub trait SourceDecoder: Send + Sync {
+    /// Writes rows of an entry's matrix, in the order of the source, as f32 `[rows, K]`. Entries of plain elements are
+    /// not asked for.
+    ///
+    /// A block that the rules make zero (a NaN scale over codes that are all 0, a global scale of 0) decodes to zeros.
+    fn decode_rows(&self, checkpoint: &Checkpoint, entry: &Entry, rows: Range<u64>, out: &mut [f32]);
 }
 
 /// Everything that a checkpoint holds.

@@ -101,6 +101,30 @@ impl PlainDtype {
     }
 }
 
+impl PlainDtype {
+    /// The manifest's spelling.
+    pub const fn manifest_name(self) -> &'static str {
+        match self {
+            PlainDtype::Bool => "bool",
+            PlainDtype::U8 => "u8",
+            PlainDtype::I8 => "i8",
+            PlainDtype::U16 => "u16",
+            PlainDtype::I16 => "i16",
+            PlainDtype::U32 => "u32",
+            PlainDtype::I32 => "i32",
+            PlainDtype::U64 => "u64",
+            PlainDtype::I64 => "i64",
+            PlainDtype::F8E4M3 => "f8_e4m3",
+            PlainDtype::F8E5M2 => "f8_e5m2",
+            PlainDtype::F8E8M0 => "f8_e8m0",
+            PlainDtype::F16 => "f16",
+            PlainDtype::Bf16 => "bf16",
+            PlainDtype::F32 => "f32",
+            PlainDtype::F64 => "f64",
+        }
+    }
+}
+
 /// One tensor of the source: where its bytes lie.
 #[derive(Clone, Debug)]
 pub struct SourceTensor {

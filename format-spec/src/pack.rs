@@ -27,15 +27,23 @@ pub struct PartSource<'a> {
     pub format: PartFormat<'a>,
     /// The codec's inputs, lengths checked with [`Codec::input_bytes`].
     pub inputs: Vec<&'a [u8]>,
+    /// The matrix is zero by its scale, whatever the inputs hold: clean zeros in every plane.
+    pub all_zero: bool,
 }
 
 impl PartSource<'_> {
     fn codes16(&self, bundle_row: usize, k0: usize, out: &mut [u8; TILE_K]) {
+        if self.all_zero {
+            return out.fill(0);
+        }
         let PartFormat { codec, shape, row_order } = &self.format;
         codec.codes16(shape, &self.inputs, row_order.source_row(bundle_row), k0, out);
     }
 
     fn scale(&self, plane: usize, bundle_row: usize, column: usize, out: &mut [u8]) {
+        if self.all_zero {
+            return out.fill(0);
+        }
         let PartFormat { codec, shape, row_order } = &self.format;
         codec.scale(shape, &self.inputs, plane, row_order.source_row(bundle_row), column, out);
     }

@@ -35,13 +35,13 @@ fn part(rows: usize, k: usize, seed: u64, row_order: RowOrder) -> Part {
 impl Part {
     fn source(&self) -> PartSource<'_> {
         let format = PartFormat { codec: &nvfp4::MODELOPT, shape: self.shape, row_order: self.row_order };
-        PartSource { format, inputs: vec![&self.weight, &self.scales, &self.global] }
+        PartSource { format, inputs: vec![&self.weight, &self.scales, &self.global], all_zero: false }
     }
 
     /// The value of a source row and column by the source's own formula.
     fn value(&self, row: usize, k: usize) -> f32 {
         let byte = self.weight[row * self.shape.k / 2 + k / 2];
-        let code = if k % 2 == 0 { byte & 15 } else { byte >> 4 };
+        let code = if k.is_multiple_of(2) { byte & 15 } else { byte >> 4 };
         let scale = E4M3[self.scales[row * self.shape.k / 16 + k / 16] as usize] * f32::from_le_bytes(self.global);
         E2M1[code as usize] * scale
     }

@@ -76,7 +76,7 @@ fn scalar(checkpoint: &Checkpoint, name: &str, expert: u64) -> Option<f32> {
 fn storage(dtype: SourceDtype, shape: &[u64], data: Slice) -> Storage {
     let id = match dtype {
         SourceDtype::Plain(plain) => {
-            return Storage::Rows { dtype: manifest_name(plain), shape: shape.to_vec(), data };
+            return Storage::Rows { dtype: plain.manifest_name(), shape: shape.to_vec(), data };
         }
         SourceDtype::Ggml(id) => id,
     };
@@ -93,28 +93,6 @@ fn storage(dtype: SourceDtype, shape: &[u64], data: Slice) -> Storage {
         None => ("unknown", data.len / n.max(1)),
     };
     Storage::Raw { id, name, shape: shape.to_vec(), row_bytes, data }
-}
-
-/// Element types in the manifest's spelling.
-fn manifest_name(dtype: PlainDtype) -> &'static str {
-    match dtype {
-        PlainDtype::Bool => "bool",
-        PlainDtype::U8 => "u8",
-        PlainDtype::I8 => "i8",
-        PlainDtype::U16 => "u16",
-        PlainDtype::I16 => "i16",
-        PlainDtype::U32 => "u32",
-        PlainDtype::I32 => "i32",
-        PlainDtype::U64 => "u64",
-        PlainDtype::I64 => "i64",
-        PlainDtype::F8E4M3 => "f8_e4m3",
-        PlainDtype::F8E5M2 => "f8_e5m2",
-        PlainDtype::F8E8M0 => "f8_e8m0",
-        PlainDtype::F16 => "f16",
-        PlainDtype::Bf16 => "bf16",
-        PlainDtype::F32 => "f32",
-        PlainDtype::F64 => "f64",
-    }
 }
 
 /// Rows, columns and experts as the metadata say, where the order of rows or the cut depends on them.

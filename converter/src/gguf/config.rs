@@ -97,7 +97,7 @@ fn one_or_all(values: &[u64]) -> Json {
 }
 
 /// A float that came from an f32, with the digits that the f32 needs: 1e-5 and not 9.999999747378752e-6.
-fn short(value: f64) -> Json {
+pub(super) fn short(value: f64) -> Json {
     let narrow = value as f32;
     if f64::from(narrow) == value {
         // The shortest decimal that gives the f32 back, read as f64.

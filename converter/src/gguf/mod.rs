@@ -8,10 +8,12 @@ mod architectures;
 mod catalog;
 mod config;
 pub mod container;
+mod decoder;
 mod error;
 mod keys;
 pub mod names;
 mod split;
+mod tokenizer;
 pub mod types;
 pub mod value;
 
@@ -21,6 +23,7 @@ use std::path::{Path, PathBuf};
 use memmap2::Mmap;
 
 pub use catalog::catalog;
+pub use decoder::GgufDecoder;
 pub use error::GgufError;
 pub use keys::ModelFacts;
 
@@ -106,7 +109,9 @@ pub fn open(path: &Path) -> Result<(Checkpoint, GgufMetadata), GgufError> {
         warnings
             .push(format!("{} tensor(s) without a Hugging Face name keep theirs, such as {first:?}", unknown.len()));
     }
-    let config = config::build(&keys, architecture, &facts, &tensor_facts(&tensors, bytes))?;
+    let seen = tensor_facts(&tensors, bytes);
+    let config = config::build(&keys, architecture, &facts, &seen)?;
+    let assets = tokenizer::rebuild(&keys, seen.vocab_rows, &mut warnings)?;
     let file_type = keys.any("general.file_type", "an integer", Value::as_u64).ok().flatten();
 
     let sizes: Vec<u64> = maps.iter().map(|m| m.as_deref().map_or(0, |b| b.len() as u64)).collect();
@@ -123,7 +128,7 @@ pub fn open(path: &Path) -> Result<(Checkpoint, GgufMetadata), GgufError> {
         })
         .collect();
     let checkpoint =
-        Checkpoint { kind: SourceKind::Gguf, files, tensors, config, quant_config: None, assets: Vec::new(), warnings };
+        Checkpoint { kind: SourceKind::Gguf, files, tensors, config, quant_config: None, assets, warnings };
     Ok((checkpoint, GgufMetadata { architecture, facts, file_type, names }))
 }
 

@@ -10,7 +10,7 @@ use vt_bundle::Geometry;
 /// What is placed as one piece of the image.
 pub(super) enum Unit {
     /// A tensor.
-    One(PlannedTensor),
+    One(Box<PlannedTensor>),
     /// The tensors of a layer's experts: one record per expert holds all their planes.
     Experts(Vec<PlannedTensor>),
 }
@@ -48,7 +48,7 @@ pub(super) fn collect(entries: Vec<Entry>, fusions: &[Fusion]) -> Result<Vec<Uni
     }
     for (name, parts) in fuse(plain, fusions) {
         let (tensor, geometry) = describe(name, &parts)?;
-        units.push(Unit::One(PlannedTensor { tensor, geometry, sources: vec![parts] }));
+        units.push(Unit::One(Box::new(PlannedTensor { tensor, geometry, sources: vec![parts] })));
     }
     Ok(units)
 }

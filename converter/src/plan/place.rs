@@ -48,7 +48,7 @@ pub(super) fn place(mut units: Vec<Unit>) -> Result<Plan, PlanError> {
         let end = match unit {
             Unit::One(mut planned) => {
                 let end = place_planes(&mut planned, start);
-                plan.tensors.push(planned);
+                plan.tensors.push(*planned);
                 end
             }
             Unit::Experts(tensors) => place_records(&mut plan, tensors, start),

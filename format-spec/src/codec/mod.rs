@@ -59,8 +59,8 @@ impl Band {
 
 /// How one source format stores a matrix.
 ///
-/// A matrix has one or more *inputs* (source tensors): for ModelOpt NVFP4 the packed weight, the block scales and the
-/// global scale; for ggml the blocks alone. Lengths have been checked with [`Codec::input_bytes`] before any other
+/// A matrix has one or more *inputs* (source tensors): the codes first and then one input per scale plane, in the order
+/// of the planes (ModelOpt NVFP4: packed weight, block scales, global scale), or all in one (ggml's blocks). Lengths have been checked with [`Codec::input_bytes`] before any other
 /// method is called, so the methods may index.
 pub trait Codec: Sync {
     /// Name recorded in the restore recipe, versioned (`modelopt.nvfp4@1`).

@@ -1,0 +1,68 @@
+//! Progress on standard error: a bar with rate and time left on a terminal, notes anywhere.
+
+use std::io::{self, IsTerminal, Write};
+use std::sync::Mutex;
+
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use vt_convert::convert::{Progress, Stage};
+
+/// The bar of the current stage.
+pub struct Bars {
+    bar: Mutex<Option<ProgressBar>>,
+    quiet: bool,
+}
+
+impl Bars {
+    /// No bar where `quiet` is set or standard error is no terminal.
+    pub fn new(quiet: bool) -> Self {
+        Self { bar: Mutex::new(None), quiet }
+    }
+
+    /// Takes the last bar away.
+    pub fn finish(&self) {
+        if let Some(bar) = self.current().take() {
+            bar.finish_and_clear();
+        }
+    }
+
+    fn current(&self) -> std::sync::MutexGuard<'_, Option<ProgressBar>> {
+        self.bar.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+    }
+}
+
+impl Progress for Bars {
+    fn begin(&self, stage: Stage, bytes: u64) {
+        self.finish();
+        if self.quiet || !io::stderr().is_terminal() {
+            return;
+        }
+        let name = match stage {
+            Stage::Hash => "hashing source",
+            Stage::Pack => "packing",
+            Stage::Verify => "verifying",
+        };
+        let template = "{msg:15} {wide_bar} {bytes}/{total_bytes} {bytes_per_sec} {eta} left";
+        let style = ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar());
+        let bar = ProgressBar::with_draw_target(Some(bytes), ProgressDrawTarget::stderr());
+        *self.current() = Some(bar.with_style(style).with_message(name));
+    }
+
+    fn advance(&self, bytes: u64) {
+        if let Some(bar) = &*self.current() {
+            bar.inc(bytes);
+        }
+    }
+
+    fn warn(&self, text: &str) {
+        if self.quiet {
+            return;
+        }
+        match &*self.current() {
+            Some(bar) => bar.println(format!("vt-convert: warning: {text}")),
+            None => {
+                // A closed standard error leaves nobody to tell.
+                let _ = writeln!(io::stderr(), "vt-convert: warning: {text}");
+            }
+        }
+    }
+}
