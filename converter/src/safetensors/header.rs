@@ -141,7 +141,7 @@ fn check_cover(
                 at: t.offset - data_start,
             });
         }
-        let end = t.offset.checked_add(t.len).unwrap_or(u64::MAX);
+        let end = t.offset.saturating_add(t.len);
         if t.offset > next {
             if end > size {
                 return Err(Error::FileSize { path: path.into(), expected: end, found: size });

@@ -17,7 +17,7 @@ impl Matrix<'_> {
             Encoding::Int4ModelOpt { group } => {
                 let bytes = &self.codes[n / 2 * k..][..k];
                 let codes = bytes.iter().map(|b| {
-                    let nibble = i32::from(if n % 2 == 0 { b & 15 } else { b >> 4 });
+                    let nibble = i32::from(if n.is_multiple_of(2) { b & 15 } else { b >> 4 });
                     if nibble > 7 { nibble - 16 } else { nibble }
                 });
                 self.scaled(n, group as usize, codes, |_| 0, out);
