@@ -1,7 +1,7 @@
 //! `vt-bundle diff`: what differs between two bundles.
 //!
-//! Hashes in the manifests are trusted (`verify` proves them), so equal ids need no look at the weights. Where segments
-//! differ, the planes of tensors that both bundles have are compared byte by byte.
+//! Manifests are compared member by member, with tensors and files matched by name; then the bytes on the disk: planes of
+//! tensors that both bundles have, padding, and assets. `--quick` trusts the hashes instead of reading the bytes.
 
 use std::collections::BTreeMap;
 use std::io::Write;
@@ -9,10 +9,10 @@ use std::path::PathBuf;
 
 use rayon::prelude::*;
 use serde_json::{Map, Value, json};
-use vt_bundle::Bundle;
 use vt_bundle::manifest::{Placement, Tensor};
 use vt_bundle::mmap::ContiguousMap;
 use vt_bundle::reader::plane_bytes;
+use vt_bundle::{Bundle, BundleError};
 
 use crate::failure::{Failure, Outcome};
 use crate::output;
@@ -24,6 +24,9 @@ pub struct Args {
     a: PathBuf,
     /// Folder of the second bundle
     b: PathBuf,
+    /// Trust the hashes in the manifests: read weights only where they differ
+    #[arg(long, env = "VT_QUICK")]
+    quick: bool,
     /// Print JSON
     #[arg(long, env = "VT_JSON")]
     json: bool,
@@ -40,9 +43,13 @@ struct Difference {
 pub fn run(args: &Args) -> Result<Outcome, Failure> {
     let (a, b) = (Side::open(&args.a)?, Side::open(&args.b)?);
     let mut found = Vec::new();
-    if a.bundle.id() != b.bundle.id() {
-        manifests(&a, &b, &mut found)?;
-        tensors(&a, &b, &mut found);
+    manifests(&a, &b, &mut found)?;
+    if !args.quick || a.bundle.id() != b.bundle.id() {
+        tensors(&a, &b, args.quick, &mut found);
+    }
+    if !args.quick {
+        padding(&a, &b, &mut found);
+        assets(&a, &b, &mut found)?;
     }
     if args.json {
         let list: Vec<Value> = found.iter().map(|d| json!({ "where": d.place, "a": d.a, "b": d.b })).collect();
@@ -139,12 +146,12 @@ fn named(list: &[Value]) -> Option<Map<String, Value>> {
     Some(map)
 }
 
-fn tensors(a: &Side, b: &Side, found: &mut Vec<Difference>) {
+fn tensors(a: &Side, b: &Side, quick: bool, found: &mut Vec<Difference>) {
     let list = |side: &Side| -> BTreeMap<String, Tensor> {
         side.bundle.manifest().tensors.iter().map(|t| (t.name.clone(), t.clone())).collect()
     };
     let (in_a, in_b) = (list(a), list(b));
-    let same_bytes = a.bundle.manifest().image.segments == b.bundle.manifest().image.segments
+    let same_hashes = a.bundle.manifest().image.segments == b.bundle.manifest().image.segments
         && a.bundle.manifest().cold.segments == b.bundle.manifest().cold.segments;
     let mut moved = Vec::new();
     let mut pairs = Vec::new();
@@ -159,7 +166,7 @@ fn tensors(a: &Side, b: &Side, found: &mut Vec<Difference>) {
             moved.push(name.clone());
         }
         let sizes = |t: &Tensor| -> Vec<_> { t.planes.iter().map(|p| (p.name.clone(), p.size)).collect() };
-        if sizes(x) == sizes(y) && x.expert_count() == y.expert_count() && !(same_bytes && x == y) {
+        if sizes(x) == sizes(y) && x.expert_count() == y.expert_count() && !(quick && same_hashes && x == y) {
             pairs.push((x, y));
         }
     }
@@ -215,6 +222,44 @@ fn contents(a: &Side, b: &Side, x: &Tensor, y: &Tensor) -> Vec<Difference> {
         }
     }
     found
+}
+
+/// What lies between the planes, where both bundles have it in the same places.
+fn padding(a: &Side, b: &Side, found: &mut Vec<Difference>) {
+    for (space, placement) in [("image", Placement::Image), ("cold segments", Placement::Cold)] {
+        let gaps = a.bundle.gaps(placement);
+        if gaps != b.bundle.gaps(placement) {
+            continue;
+        }
+        for gap in gaps {
+            let range = gap.start as usize..gap.end as usize;
+            if a.space(placement)[range.clone()] != b.space(placement)[range] {
+                let place = format!("padding of the {space}, bytes {} to {}", gap.start, gap.end);
+                found.push(Difference { place, a: json!("one content"), b: json!("another") });
+            }
+        }
+    }
+}
+
+/// The contents of assets that both manifests describe alike; others have been reported.
+fn assets(a: &Side, b: &Side, found: &mut Vec<Difference>) -> Result<(), Failure> {
+    for asset in &a.bundle.manifest().assets {
+        if !b.bundle.manifest().assets.contains(asset) {
+            continue;
+        }
+        let hash = |side: &Side| {
+            let path = side.bundle.dir().join(&asset.file);
+            let mut hasher = blake3::Hasher::new();
+            std::fs::File::open(&path)
+                .and_then(|file| hasher.update_reader(file).map(|h| h.finalize().to_hex().to_string()))
+                .map_err(|source| Failure::Bundle(BundleError::Io { path: path.clone(), source }))
+        };
+        let (x, y) = (hash(a)?, hash(b)?);
+        if x != y {
+            found.push(Difference { place: format!("content of {}", asset.file), a: json!(x), b: json!(y) });
+        }
+    }
+    Ok(())
 }
 
 /// A value in one line of bounded length.

@@ -1,6 +1,6 @@
 //! How a command ends: outcomes, failures and their exit codes.
 
-use std::io;
+use std::io::{self, Write};
 use std::process::ExitCode;
 
 use vt_bundle::BundleError;
@@ -41,15 +41,14 @@ impl Failure {
             Failure::Export(e) => (e.to_string(), e.exit_code()),
             Failure::Other(text, code) => (text.clone(), *code),
         };
-        output_error(&text);
+        say(&text);
         ExitCode::from(code)
     }
 }
 
-/// One line on standard error; where that is closed too, the exit code has to speak.
-fn output_error(text: &str) {
-    use std::io::Write;
-    let _ = writeln!(io::stderr(), "error: {text}");
+/// Writes one line to standard error; where that is closed too, the exit code has to speak.
+pub fn say(text: &str) {
+    let _ = writeln!(io::stderr(), "vt-bundle: {text}");
 }
 
 impl From<BundleError> for Failure {
