@@ -1,0 +1,127 @@
+//! References to matrices and vectors of a bundle, and what they become when a loaded bundle is at hand.
+
+use super::GraphError;
+use crate::load::{HostArena, LoadedBundle};
+use vt_bundle::geometry::Geometry;
+use vt_bundle::manifest::{Layout, Tensor};
+use vt_bundle::layout::MAX_SCALE_PLANES;
+use vt_kernels::weight::MAX_CODE_PLANES;
+use vt_kernels::{FloatType, RowsWeight, TiledWeight, Weight};
+
+/// Planes of a tiled matrix, at most.
+const MAX_PLANES: usize = MAX_CODE_PLANES + MAX_SCALE_PLANES;
+
+/// A matrix of a bundle, all parts of a fused one together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MatrixRef {
+    tensor: usize,
+    expert: u64,
+}
+
+/// A vector of floats of a bundle, or a run of one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct VectorRef {
+    tensor: usize,
+    expert: u64,
+    first: usize,
+    len: usize,
+    dtype: FloatType,
+}
+
+/// The float type of a row-major tensor.
+fn float_type(tensor: &Tensor) -> Option<FloatType> {
+    match &tensor.layout {
+        Layout::RowMajor { dtype } => match dtype.as_str() {
+            "f32" => Some(FloatType::F32),
+            "f16" => Some(FloatType::F16),
+            "bf16" => Some(FloatType::Bf16),
+            _ => None,
+        },
+        _ => None,
+    }
+}
+
+pub(super) fn storage_error(tensor: &Tensor, expected: &'static str) -> GraphError {
+    let layout = match &tensor.layout {
+        Layout::RowMajor { dtype } => format!("row-major {dtype}"),
+        Layout::GgmlRaw { ggml_type, .. } => format!("raw ggml blocks of {ggml_type}"),
+        Layout::Marlin { encoding, .. } => format!("tiles of {encoding}"),
+    };
+    let found = format!("{layout} (decode {})", tensor.decode);
+    GraphError::Storage { name: tensor.name.clone(), found, expected }
+}
+
+impl MatrixRef {
+    /// A reference, if operators can read the tensor's storage.
+    pub(super) fn new(index: usize, expert: u64, tensor: &Tensor, geometry: &Geometry) -> Result<Self, GraphError> {
+        let readable = match geometry {
+            Geometry::Tiled(matrix) => matrix.spec.codes.len() <= MAX_CODE_PLANES,
+            Geometry::Rows { .. } => float_type(tensor).is_some() && tensor.shape.len() == 2,
+        };
+        if !readable {
+            return Err(storage_error(tensor, "matrices in tile order and row-major f32, f16 and bf16"));
+        }
+        Ok(Self { tensor: index, expert })
+    }
+
+    /// The weight, as operators take it.
+    ///
+    /// # Panics
+    /// Never for the bundle that the reference was resolved against.
+    pub fn weight<'a, A: HostArena>(&self, loaded: &'a LoadedBundle<A>) -> Weight<'a> {
+        let view = loaded.tensor_at(self.tensor);
+        match view.geometry {
+            Geometry::Tiled(matrix) => {
+                let mut planes: [&[u8]; MAX_PLANES] = [&[]; MAX_PLANES];
+                let count = view.tensor.planes.len().min(MAX_PLANES);
+                for (p, plane) in planes.iter_mut().enumerate().take(count) {
+                    *plane = view.plane(p, self.expert);
+                }
+                let weight = TiledWeight::new(matrix, &planes[..count]);
+                Weight::Tiled(weight.expect("plane sizes were checked by Bundle::open"))
+            }
+            Geometry::Rows { rows, .. } => {
+                let dtype = float_type(view.tensor).expect("the type was checked by MatrixRef::new");
+                let (n, k) = (*rows as usize, view.tensor.shape[1] as usize);
+                let rows = RowsWeight::new(dtype, n, k, view.plane(0, self.expert));
+                Weight::Rows(rows.expect("plane sizes were checked by Bundle::open"))
+            }
+        }
+    }
+}
+
+impl VectorRef {
+    /// A reference to `len` elements from `first` on, if the tensor is a row-major one of floats.
+    pub(super) fn new(
+        index: usize,
+        expert: u64,
+        tensor: &Tensor,
+        first: usize,
+        len: usize,
+    ) -> Result<Self, GraphError> {
+        let Some(dtype) = float_type(tensor) else {
+            return Err(storage_error(tensor, "vectors of row-major f32, f16 and bf16"));
+        };
+        Ok(Self { tensor: index, expert, first, len, dtype })
+    }
+
+    /// Elements.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// The elements as f32, exactly.
+    ///
+    /// # Panics
+    /// Where `out` has another length, or the bundle is not the one that the reference was resolved against.
+    pub fn widen<A: HostArena>(&self, loaded: &LoadedBundle<A>, out: &mut [f32]) {
+        let size = self.dtype.bytes();
+        let bytes = loaded.tensor_at(self.tensor).plane(0, self.expert);
+        self.dtype.widen(&bytes[self.first * size..(self.first + self.len) * size], out);
+    }
+}

@@ -1,0 +1,114 @@
+//! Projections: one or several products, input scales, biases and low-rank branches.
+//!
+//! Axes: T tokens, K in-features, N out-features.
+
+use super::graph::{Projection, ProjectionOutput};
+use crate::load::{HostArena, LoadedBundle};
+use vt_kernels::activation::add_bias;
+use vt_kernels::{Activations, Context, MatmulScratch, matmul};
+
+/// Buffers of projections, reused from one to the next.
+#[derive(Debug)]
+pub(super) struct ProjectionScratch {
+    matmul: MatmulScratch,
+    /// `[T, K]`: the input times an input scale.
+    scaled: Vec<f32>,
+    /// `[T, stride]` of a product that is one of several.
+    product: Vec<f32>,
+    /// `[T, rank]` and `[T, N]` of a low-rank branch.
+    low_rank: Vec<f32>,
+}
+
+impl ProjectionScratch {
+    /// Buffers of the given numbers of elements.
+    pub(super) fn new(scaled: usize, product: usize, low_rank: usize) -> Self {
+        Self {
+            matmul: MatmulScratch::default(),
+            scaled: vec![0.0; scaled],
+            product: vec![0.0; product],
+            low_rank: vec![0.0; low_rank],
+        }
+    }
+}
+
+/// What every projection of a model shares.
+pub(super) struct Compute<'a, A> {
+    pub cx: &'a Context,
+    pub loaded: &'a LoadedBundle<A>,
+    pub activations: Activations,
+}
+
+impl<A: HostArena> Compute<'_, A> {
+    /// `out [T, stride]` of `x [T, K]`. Every logical column is written. `vector` is a buffer for scales and biases.
+    pub(super) fn project(
+        &self,
+        projection: &Projection,
+        x: &[f32],
+        scratch: &mut ProjectionScratch,
+        vector: &mut [f32],
+        out: &mut [f32],
+    ) {
+        let tokens = x.len() / projection.k;
+        for (index, product) in projection.products.iter().enumerate() {
+            let weight = product.matrix.weight(self.loaded);
+            let input = match &product.input_scale {
+                None => x,
+                Some(scale) => {
+                    let scale_values = &mut vector[..projection.k];
+                    scale.widen(self.loaded, scale_values);
+                    let scaled = &mut scratch.scaled[..x.len()];
+                    for (row, out) in x.chunks_exact(projection.k).zip(scaled.chunks_exact_mut(projection.k)) {
+                        for ((o, v), s) in out.iter_mut().zip(row).zip(scale_values.iter()) {
+                            *o = v * s;
+                        }
+                    }
+                    &scratch.scaled[..x.len()]
+                }
+            };
+            if projection.direct {
+                matmul(self.cx, &weight, input, self.activations, &mut scratch.matmul, out);
+            } else {
+                let result = &mut scratch.product[..tokens * product.stride];
+                matmul(self.cx, &weight, input, self.activations, &mut scratch.matmul, result);
+                for output in projection.outputs.iter().filter(|o| o.product == index) {
+                    let rows = result.chunks_exact(product.stride).zip(out.chunks_exact_mut(projection.stride));
+                    for (from, to) in rows {
+                        to[output.column..][..output.rows].copy_from_slice(&from[output.product_column..][..output.rows]);
+                    }
+                }
+            }
+            for output in projection.outputs.iter().filter(|o| o.product == index) {
+                self.low_rank(output, input, projection, &mut scratch.matmul, &mut scratch.low_rank, out);
+            }
+        }
+        for output in &projection.outputs {
+            if let Some(bias) = &output.bias {
+                let values = &mut vector[..output.rows];
+                bias.widen(self.loaded, values);
+                add_bias(self.cx, out, projection.stride, output.column, values);
+            }
+        }
+    }
+
+    fn low_rank(
+        &self,
+        output: &ProjectionOutput,
+        input: &[f32],
+        projection: &Projection,
+        scratch: &mut MatmulScratch,
+        buffer: &mut [f32],
+        out: &mut [f32],
+    ) {
+        let Some(branch) = &output.low_rank else { return };
+        let tokens = input.len() / projection.k;
+        let (down, rest) = buffer.split_at_mut(tokens * branch.down_stride);
+        let up = &mut rest[..tokens * branch.up_stride];
+        matmul(self.cx, &branch.down.weight(self.loaded), input, self.activations, scratch, down);
+        matmul(self.cx, &branch.up.weight(self.loaded), down, self.activations, scratch, up);
+        for (from, to) in up.chunks_exact(branch.up_stride).zip(out.chunks_exact_mut(projection.stride)) {
+            for (o, v) in to[output.column..][..output.rows].iter_mut().zip(from) {
+                *o += v;
+            }
+        }
+    }
+}
