@@ -104,8 +104,11 @@ pub(crate) fn list(input: &Path) -> Result<Listing, Error> {
         .map(String::as_str)
         .collect();
     if !ignored.is_empty() {
-        let by = listing.index.as_ref().map_or("the model's own files", |i| i.name.as_str());
-        listing.warnings.push(format!("not part of the model by {by}, left out: {}", ignored.join(", ")));
+        let why = match &listing.index {
+            Some(index) => format!("{} does not list it", index.name),
+            None => format!("the model is in {}", listing.weights.join(", ")),
+        };
+        listing.warnings.push(format!("left out: {} ({why})", ignored.join(", ")));
     }
     Ok(listing)
 }
