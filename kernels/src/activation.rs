@@ -19,6 +19,7 @@ pub enum Gate {
 ///
 /// # Panics
 /// Where the two do not fit in a row or `out` has another number of rows.
+#[allow(clippy::too_many_arguments)]
 pub fn gated(
     cx: &Context,
     gate: Gate,

@@ -54,9 +54,6 @@ const E2M1_TABLE: [u8; 16] = [12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 
 /// The values of ggml's IQ4 table plus 127.
 const IQ4_TABLE: [u8; 16] = [0, 23, 44, 62, 78, 92, 105, 117, 128, 140, 152, 165, 180, 196, 216, 240];
 
-/// Codes of one super-block of k-quants.
-const SUPER_K: usize = 256;
-
 impl Recipe {
     /// The recipe for a matrix, where its encoding and group sizes have one.
     pub fn find(matrix: &TiledMatrix) -> Option<Self> {
@@ -113,12 +110,9 @@ pub(crate) struct StripPlace<'w, 'a> {
 }
 
 impl StripPlace<'_, '_> {
-    /// The bytes of one row of a plane that belong to the tile column; `reach` codes along K share a row.
-    fn row(&self, plane: usize, k: usize, reach: usize) -> &[u8] {
-        let matrix = self.weight.matrix;
-        let size = matrix.spec.scales[plane].dtype.bytes();
-        let at = k / reach * matrix.padded_n() as usize + self.tile_n * TILE_N;
-        &self.weight.scales[plane][at * size..(at + TILE_N) * size]
+    /// The bytes of a group or super-block plane that belong to the tile column at `k`.
+    fn row(&self, plane: usize, k: usize) -> &[u8] {
+        self.weight.scale_row(plane, k, self.tile_n).unwrap_or(&[0; 4 * TILE_N])
     }
 
     /// Where the scales of the strip begin along K: once, or at each tile where groups are of 16. The last tile of an
@@ -129,21 +123,17 @@ impl StripPlace<'_, '_> {
         std::iter::once(k0).chain(second)
     }
 
-    fn group(&self) -> usize {
-        self.weight.matrix.group_size as usize
-    }
-
     /// A group plane of f16.
     fn f16(&self, plane: usize, out: &mut [[f32; TILE_N]; 2]) {
         for (k, out) in self.starts().zip(out) {
-            simd::grouped_f16(self.isa, self.row(plane, k, self.group()), out);
+            simd::grouped_f16(self.isa, self.row(plane, k), out);
         }
     }
 
     /// A group plane of E4M3, times `factor`.
     fn e4m3(&self, plane: usize, factor: f32, out: &mut [[f32; TILE_N]; 2]) {
         for (k, out) in self.starts().zip(out) {
-            simd::grouped_e4m3(self.isa, self.row(plane, k, self.group()), factor, out);
+            simd::grouped_e4m3(self.isa, self.row(plane, k), factor, out);
         }
     }
 
@@ -151,7 +141,7 @@ impl StripPlace<'_, '_> {
     fn bytes(&self, plane: usize, value: impl Fn(u8) -> f32, out: &mut [[f32; TILE_N]; 2]) {
         let mut bytes = [0u8; TILE_N];
         for (k, out) in self.starts().zip(out) {
-            simd::grouped_bytes(self.isa, self.row(plane, k, self.group()), &mut bytes);
+            simd::grouped_bytes(self.isa, self.row(plane, k), &mut bytes);
             out.iter_mut().zip(bytes).for_each(|(out, byte)| *out = value(byte));
         }
     }
@@ -159,7 +149,7 @@ impl StripPlace<'_, '_> {
     /// Sub-scales of a k-quant, a group plane of bytes, times the super-blocks' f16.
     fn product(&self, plane: usize, super_plane: usize, value: impl Fn(u8) -> f32, out: &mut [[f32; TILE_N]; 2]) {
         let mut factors = [0.0f32; TILE_N];
-        simd::grouped_f16(self.isa, self.row(super_plane, self.k0, SUPER_K), &mut factors);
+        simd::grouped_f16(self.isa, self.row(super_plane, self.k0), &mut factors);
         self.bytes(plane, value, out);
         for (_, out) in self.starts().zip(out) {
             out.iter_mut().zip(factors).for_each(|(out, factor)| *out *= factor);

@@ -244,6 +244,20 @@ impl<'a> TiledWeight<'a> {
         &self.codes[plane][at..at + spec.tile_bytes()]
     }
 
+    /// The 64 elements of a scale plane that the strip at `k0` of a tile column begins with, where the plane has a row
+    /// per group or super-block.
+    pub(crate) fn scale_row(&self, plane: usize, k0: usize, tile_n: usize) -> Option<&'a [u8]> {
+        let scale = &self.matrix.spec.scales[plane];
+        let reach = match scale.span {
+            Span::Group => self.matrix.group_size as usize,
+            Span::Super(span) => span as usize,
+            Span::Channel | Span::Part | Span::Block => return None,
+        };
+        let size = scale.dtype.bytes();
+        let at = (k0 / reach * self.matrix.padded_n() as usize + tile_n * TILE_N) * size;
+        self.scales[plane].get(at..at + TILE_N * size)
+    }
+
     /// `row`, or the last row of its part where it is padding: block planes have no elements for padding.
     pub(crate) fn readable_row(&self, row: usize) -> usize {
         let part = &self.matrix.parts[self.matrix.part_of(row as u64)];

@@ -1,5 +1,7 @@
 //! Products against f64 sums over weights that the encoding's own formula decoded.
 
+#![allow(clippy::unwrap_used)]
+
 mod common;
 
 use common::{Random, RandomMatrix, assert_close};

@@ -69,8 +69,8 @@ pub(crate) struct Scales {
 
 impl Scales {
     /// All scales 0.
-    pub const fn new(halves: bool, min: bool, zero: i32) -> Self {
-        Self { d: [[0.0; TILE_N]; 2], m: [[0.0; TILE_N]; 2], halves, min, zero }
+    pub const fn new() -> Self {
+        Self { d: [[0.0; TILE_N]; 2], m: [[0.0; TILE_N]; 2], halves: false, min: false, zero: 0 }
     }
 }
 
@@ -125,6 +125,20 @@ pub(crate) fn unpack_tile(isa: Isa, bits: u32, shift: u32, tile: &[u8], out: &mu
         (8, 0) => dispatch!(isa, unpack_q8(tile, out)),
         _ => portable::unpack_bits(bits, shift, tile, out),
     }
+}
+
+/// Asks for the cache lines of `bytes`. A hint: it changes nothing but time.
+pub(crate) fn prefetch(isa: Isa, bytes: &[u8]) {
+    #[cfg(target_arch = "x86_64")]
+    if isa != Isa::Portable {
+        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        for line in bytes.chunks(64) {
+            // SAFETY: prefetching has no effect that a program can see, at any address.
+            unsafe { _mm_prefetch::<_MM_HINT_T0>(line.as_ptr().cast()) };
+        }
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = (isa, bytes);
 }
 
 /// Replaces every code (below 16) by its table entry.
