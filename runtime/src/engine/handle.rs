@@ -110,16 +110,29 @@ impl EngineHandle {
             return Err(SubmitError::UnknownToken { id, limit });
         }
         let Some(tickets) = shared.queue.admit(shared.max_queue) else {
-            return Err(SubmitError::QueueFull {
-                waiting: shared.queue.waiting(),
-                retry_after_seconds: shared.queue.retry_after_seconds(shared.parallel),
-            });
+            return Err(self.queue_full());
         };
         let (events, receiver) = unbounded_channel();
         let stopped = Arc::new(AtomicBool::new(false));
         let sequence = Sequence::new(request, events, Arc::clone(&stopped), tickets);
         self.commands.send(Command::Add(Box::new(sequence))).map_err(|_| SubmitError::Stopped)?;
         Ok(EventStream::new(receiver, stopped))
+    }
+
+    /// Says whether a request that came now would find the queue full, before anything is prepared for it.
+    ///
+    /// # Errors
+    /// [`SubmitError::QueueFull`].
+    pub fn check_queue(&self) -> Result<(), SubmitError> {
+        if self.shared.queue.waiting() < self.shared.max_queue { Ok(()) } else { Err(self.queue_full()) }
+    }
+
+    fn queue_full(&self) -> SubmitError {
+        let queue = &self.shared.queue;
+        SubmitError::QueueFull {
+            waiting: queue.waiting(),
+            retry_after_seconds: queue.retry_after_seconds(self.shared.parallel),
+        }
     }
 
     /// Longest sequence, prompt and output together.
