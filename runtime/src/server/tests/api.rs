@@ -301,7 +301,7 @@ async fn chat_logprobs_have_openai_shape() {
 async fn completion_logprobs_and_echo() {
     let rig = rig(letters()).await;
     let reply = rig
-        .complete(json!({"prompt": "xyz", "logprobs": 3, "echo": true, "max_tokens": 2, "ignore_eos": true}))
+        .complete(json!({"prompt": "xyz", "logprobs": 3, "echo": true, "max_tokens": 2, "logit_bias": {"257": -100}}))
         .await
         .json();
     let choice = &reply["choices"][0];
