@@ -102,6 +102,21 @@ impl Entry {
     }
 }
 
+impl Entry {
+    /// The source bytes that the entry is made of.
+    pub fn slices(&self) -> &[Slice] {
+        match &self.storage {
+            Storage::Rows { data, .. } | Storage::Raw { data, .. } => std::slice::from_ref(data),
+            Storage::Tiled { inputs, .. } => inputs,
+        }
+    }
+
+    /// Gives the resident pages of those bytes back, so that they do not add up over a conversion.
+    pub fn give_back(&self, checkpoint: &Checkpoint) {
+        self.slices().iter().for_each(|s| checkpoint.give_back(s));
+    }
+}
+
 /// Decodes the source by its own format's formula, written independently from the decoders of the bundle.
 pub trait SourceDecoder: Send + Sync {
     /// Writes rows of an entry's matrix, in the order of the source, as f32 `[rows, K]`. Entries of plain elements are

@@ -6,15 +6,17 @@
 use std::collections::HashMap;
 use std::ops::Range;
 use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use rayon::prelude::*;
 use vt_bundle::manifest::{Part, Placement, Tensor};
+use vt_bundle::mmap::ContiguousMap;
 use vt_bundle::reader::{plane_bytes, tiled_view};
 use vt_bundle::row_order::RowOrder;
 use vt_bundle::{Bundle, BundleError, Geometry};
 
 use crate::catalog::{Entry, SourceDecoder, Storage};
-use crate::convert::window_slice;
 use crate::open::{self, OpenError};
 use crate::source::Checkpoint;
 
@@ -129,21 +131,26 @@ pub fn with_entries<'a>(
                     Placement::Image => &spaces[0],
                     Placement::Cold => &spaces[1],
                 };
-                let side = Side { tensor, geometry, expert, index, part, entry, space: space.bytes() };
+                let side = Side { tensor, geometry, expert, index, part, entry, space };
                 side.check_shape()?;
-                work.extend(side.bands().into_iter().map(|rows| (side, rows)));
+                let bands = side.bands();
+                let left = Arc::new(AtomicUsize::new(bands.len()));
+                work.extend(bands.into_iter().map(|rows| (side, rows, left.clone())));
             }
         }
     }
     if let Some(name) = entries.into_keys().min() {
         return Err(CompareError::NotInBundle { tensor: name.to_owned() });
     }
-    let results = work.par_iter().with_max_len(1).map(|(side, rows)| {
+    let results = work.par_iter().with_max_len(1).map(|(side, rows, left)| {
         if stop() {
             return Ok(None);
         }
         let values = side.compare(rows.clone(), checkpoint, decoder)?;
         progress(side.plane_bytes(rows));
+        if left.fetch_sub(1, Ordering::AcqRel) == 1 {
+            side.give_back(checkpoint);
+        }
         Ok(Some(values))
     });
     let counted: Option<Vec<u64>> = results.collect::<Result<_, CompareError>>()?;
@@ -162,10 +169,18 @@ struct Side<'a> {
     index: usize,
     part: &'a Part,
     entry: &'a Entry,
-    space: &'a [u8],
+    space: &'a ContiguousMap,
 }
 
 impl Side<'_> {
+    /// Gives the pages of both sides back once the part has been compared, so that they do not add up.
+    fn give_back(&self, checkpoint: &Checkpoint) {
+        for plane in &self.tensor.planes {
+            self.space.release(self.tensor.plane_offset(plane, self.expert) as usize, plane.size as usize);
+        }
+        self.entry.give_back(checkpoint);
+    }
+
     fn check_shape(&self) -> Result<(), CompareError> {
         let found = format!("{} rows of {:?} as {}", self.part.rows, &self.tensor.shape.get(1..), self.tensor.decode);
         let expected = match &self.entry.storage {
@@ -214,8 +229,8 @@ impl Side<'_> {
         match (self.geometry, &self.entry.storage) {
             (Geometry::Rows { row_bytes, .. }, Storage::Rows { data, .. } | Storage::Raw { data, .. }) => {
                 let row_bytes = *row_bytes as usize;
-                let ours = plane_bytes(self.tensor, 0, self.expert, self.space);
-                let theirs = window_slice(checkpoint, data);
+                let ours = plane_bytes(self.tensor, 0, self.expert, self.space.bytes());
+                let theirs = checkpoint.slice(data);
                 for row in rows.clone() {
                     let at = (self.part.row_start + row) as usize * row_bytes;
                     let from = order.source_row(row as usize) * row_bytes;
@@ -229,7 +244,7 @@ impl Side<'_> {
                 let k = matrix.k as usize;
                 let count = (rows.end - rows.start) as usize;
                 let (mut ours, mut theirs) = (vec![f32::NAN; count * k], vec![0.0; count * k]);
-                if let Some(view) = tiled_view(self.tensor, self.geometry, self.expert, self.space) {
+                if let Some(view) = tiled_view(self.tensor, self.geometry, self.expert, self.space.bytes()) {
                     view.decode_rows(self.index, rows.start as usize..rows.end as usize, &mut ours);
                 }
                 decoder.decode_rows(checkpoint, self.entry, rows.clone(), &mut theirs);

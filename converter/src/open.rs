@@ -60,7 +60,11 @@ pub struct Opened {
 /// [`OpenError`].
 pub fn open(input: &Path) -> Result<Opened, OpenError> {
     let io = |source| OpenError::Io { path: input.to_owned(), source };
-    let target = if input.is_dir() { only_gguf(input).map_err(io)? } else { is_gguf(input).map_err(io)?.then(|| input.to_owned()) };
+    let target = if input.is_dir() {
+        only_gguf(input).map_err(io)?
+    } else {
+        is_gguf(input).map_err(io)?.then(|| input.to_owned())
+    };
     match target {
         Some(file) => {
             let (checkpoint, metadata) = gguf::open(&file)?;

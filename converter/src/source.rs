@@ -7,6 +7,8 @@ use std::path::PathBuf;
 
 use memmap2::Mmap;
 
+use crate::catalog::Slice;
+
 /// The container family of a checkpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SourceKind {
@@ -166,6 +168,20 @@ impl Checkpoint {
     pub fn data(&self, tensor: &SourceTensor) -> &[u8] {
         // Ranges were checked against the file when the checkpoint was opened.
         &self.files[tensor.file].bytes()[tensor.offset as usize..(tensor.offset + tensor.len) as usize]
+    }
+
+    /// The bytes of a slice of a tensor.
+    pub fn slice(&self, slice: &Slice) -> &[u8] {
+        let data = self.data(&self.tensors[slice.tensor]);
+        &data[slice.offset as usize..(slice.offset + slice.len) as usize]
+    }
+
+    /// Gives the resident pages of a slice back; a later access reads them again.
+    pub fn give_back(&self, slice: &Slice) {
+        let tensor = &self.tensors[slice.tensor];
+        if let Some(map) = &self.files[tensor.file].map {
+            vt_bundle::mmap::release(map, (tensor.offset + slice.offset) as usize, slice.len as usize);
+        }
     }
 
     /// The tensor of that name, if there is one.

@@ -104,6 +104,21 @@ impl ContiguousMap {
     }
 }
 
+impl ContiguousMap {
+    /// Gives the resident pages of a range back; a later access reads them from the files again.
+    pub fn release(&self, offset: usize, len: usize) {
+        let page = rustix::param::page_size();
+        let start = offset.min(self.len) / page * page;
+        let end = offset.saturating_add(len).min(self.len);
+        if end > start {
+            // SAFETY: the range lies inside this value's mapping, which is read-only and file-backed: dropped pages
+            // come back from the files with the same bytes. The advice is a hint, so its result is of no use.
+            let _ =
+                unsafe { rustix::mm::madvise(self.start.add(start), end - start, rustix::mm::Advice::LinuxDontNeed) };
+        }
+    }
+}
+
 impl Drop for ContiguousMap {
     fn drop(&mut self) {
         if self.len > 0 {

@@ -55,7 +55,12 @@ pub fn write(
     }
     assets.push(write_asset(dir, AssetRole::Leaves, "assets/leaves.bin", leaves)?);
     if !record_hashes.is_empty() {
-        assets.push(write_asset(dir, AssetRole::ExpertHashes, "assets/expert-hashes.bin", record_hashes.as_flattened())?);
+        assets.push(write_asset(
+            dir,
+            AssetRole::ExpertHashes,
+            "assets/expert-hashes.bin",
+            record_hashes.as_flattened(),
+        )?);
     }
     let compressed = |file: &str, fill: &mut dyn FnMut(&mut dyn Write) -> std::io::Result<()>| {
         let finish = || -> std::io::Result<Vec<u8>> {

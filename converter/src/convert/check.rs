@@ -8,7 +8,6 @@ use vt_bundle::pack::PartSource;
 use vt_bundle::restore::Patch;
 use vt_bundle::tile::{TILE_K, TILE_N};
 
-use super::window::slice;
 use crate::catalog::{Entry, Slice, Storage};
 use crate::dequant::ggml::check_blocks;
 use crate::plan::Plan;
@@ -188,7 +187,13 @@ fn codes_are_zero(part: &PartSource<'_>, row: usize, group: usize) -> bool {
 ///
 /// # Errors
 /// [`ValueError`] naming the tensor and the place.
-pub fn rows(entries: &[Entry], checkpoint: &Checkpoint, start: u64, len: u64, row_bytes: u64) -> Result<(), ValueError> {
+pub fn rows(
+    entries: &[Entry],
+    checkpoint: &Checkpoint,
+    start: u64,
+    len: u64,
+    row_bytes: u64,
+) -> Result<(), ValueError> {
     let mut at = 0;
     for entry in entries {
         let Storage::Raw { id, shape, data, .. } = &entry.storage else { return Ok(()) };
@@ -201,7 +206,7 @@ pub fn rows(entries: &[Entry], checkpoint: &Checkpoint, start: u64, len: u64, ro
         }
         // Whole rows: a row that straddles two windows is looked at twice, which costs less than cutting blocks.
         let touched = (from - part.start) / row_bytes..(to - part.start).div_ceil(row_bytes);
-        let blocks = slice(checkpoint, data);
+        let blocks = checkpoint.slice(data);
         for row in touched {
             let source_row = entry.row_order.source_row(row as usize) as u64;
             let bytes = &blocks[(source_row * row_bytes) as usize..((source_row + 1) * row_bytes) as usize];
@@ -236,13 +241,17 @@ pub fn canonicalised(plan: &Plan, checkpoint: &Checkpoint) -> Canonicalised {
                 .filter_map(|(i, _)| inputs.get(1 + i))
                 .flat_map(|part| {
                     let tensor = &checkpoint.tensors[part.tensor];
-                    let bytes = slice(checkpoint, part).iter().zip(tensor.offset + part.offset..);
-                    bytes.filter(|(b, _)| **b & E4M3_NAN == E4M3_NAN).map(|(b, at)| (tensor.file, at, *b)).collect::<Vec<_>>()
+                    let bytes = checkpoint.slice(part).iter().zip(tensor.offset + part.offset..);
+                    bytes
+                        .filter(|(b, _)| **b & E4M3_NAN == E4M3_NAN)
+                        .map(|(b, at)| (tensor.file, at, *b))
+                        .collect::<Vec<_>>()
                 })
                 .collect::<Vec<_>>()
         })
         .collect();
     found.sort_unstable();
+    found.dedup();
     let mut result = Canonicalised { patches: vec![Vec::new(); checkpoint.files.len()], warnings: Vec::new() };
     if !found.is_empty() {
         result.warnings.push(format!(

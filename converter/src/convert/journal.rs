@@ -105,7 +105,8 @@ impl Journal {
         }
         let file = OpenOptions::new().write(true).create(true).truncate(false).open(&path).map_err(io)?;
         file.set_len(valid as u64).map_err(io)?;
-        let journal = Self { path: path.clone(), file: Mutex::new(OpenOptions::new().append(true).open(&path).map_err(io)?) };
+        let journal =
+            Self { path: path.clone(), file: Mutex::new(OpenOptions::new().append(true).open(&path).map_err(io)?) };
         if valid == 0 {
             journal.append(b'K', 0, &key)?;
         }

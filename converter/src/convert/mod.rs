@@ -27,7 +27,6 @@ use crate::source::{Checkpoint, SourceKind};
 pub use assets::bound as assets_bound;
 pub use check::ValueError;
 pub use output::OutputError;
-pub(crate) use window::slice as window_slice;
 
 /// What to convert and how.
 #[derive(Clone, Debug)]

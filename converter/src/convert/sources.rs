@@ -42,9 +42,7 @@ pub fn hash(
             file.read_exact_at(&mut buffer, start).map_err(read_error)?;
             progress.advance(buffer.len() as u64);
             let leaves = buffer.chunks(LEAF_BYTES as usize).zip(0u64..);
-            Ok(Some(
-                leaves.map(|(leaf, n)| leaf_digest(leaf, start + n * LEAF_BYTES, source.size)).collect::<Vec<_>>(),
-            ))
+            Ok(Some(leaves.map(|(leaf, n)| leaf_digest(leaf, start + n * LEAF_BYTES, source.size)).collect::<Vec<_>>()))
         });
         let pieces: Option<Vec<Vec<Digest>>> = pieces.collect::<Result<_, ConvertError>>()?;
         let Some(pieces) = pieces else { return Ok(None) };

@@ -18,7 +18,7 @@ use vt_bundle::writer::SegmentWriter;
 use super::check;
 use super::journal::Journal;
 use super::{ConvertError, Progress};
-use crate::catalog::{Entry, Slice, Storage};
+use crate::catalog::{Entry, Storage};
 use crate::plan::{Plan, PlaneSpan, PlannedTensor};
 use crate::source::Checkpoint;
 
@@ -71,7 +71,9 @@ impl<'a> Packer<'a> {
                 let segment_start = start / SEGMENT_BYTES * SEGMENT_BYTES;
                 let segment_bytes = SEGMENT_BYTES.min(size - segment_start);
                 let leaves = buffer.chunks(LEAF_BYTES as usize).zip(0u64..);
-                leaves.map(|(leaf, n)| leaf_digest(leaf, start - segment_start + n * LEAF_BYTES, segment_bytes)).collect()
+                leaves
+                    .map(|(leaf, n)| leaf_digest(leaf, start - segment_start + n * LEAF_BYTES, segment_bytes))
+                    .collect()
             };
             if let Some(expected) = done.get(&(placement, index)) {
                 segments.read_at(&mut buffer, start)?;
@@ -128,13 +130,15 @@ impl<'a> Packer<'a> {
                     check::rows(entries, self.checkpoint, within, target.len() as u64, *row_bytes)?;
                 }
                 Geometry::Tiled(matrix) => {
-                    let parts: Vec<PartSource<'_>> = entries.iter().filter_map(|e| part_source(self.checkpoint, e)).collect();
+                    let parts: Vec<PartSource<'_>> =
+                        entries.iter().filter_map(|e| part_source(self.checkpoint, e)).collect();
                     let kind = plane_kind(planned, span.plane);
                     pack_tiled(matrix, &parts, kind, within, target);
                     check::plane(matrix, &parts, entries, self.checkpoint, kind, within, target)?;
                 }
             }
-            self.give_back(entries);
+            // A window that comes to the same tensor again finds the pages in the page cache.
+            entries.iter().for_each(|e| e.give_back(self.checkpoint));
         }
         Ok(())
     }
@@ -142,35 +146,12 @@ impl<'a> Packer<'a> {
     fn rows_source(&self, entry: &Entry) -> RowsSource<'a> {
         let (data, rows) = match &entry.storage {
             Storage::Rows { data, shape, .. } | Storage::Raw { data, shape, .. } => {
-                (slice(self.checkpoint, data), shape.first().copied().unwrap_or(1))
+                (self.checkpoint.slice(data), shape.first().copied().unwrap_or(1))
             }
             Storage::Tiled { .. } => (&[][..], 0),
         };
         RowsSource { data, rows, row_order: entry.row_order }
     }
-
-    /// Gives the pages of an entry's source back; a window that comes to it again finds them in the page cache.
-    fn give_back(&self, entries: &[Entry]) {
-        for entry in entries {
-            let slices = match &entry.storage {
-                Storage::Rows { data, .. } | Storage::Raw { data, .. } => std::slice::from_ref(data),
-                Storage::Tiled { inputs, .. } => inputs,
-            };
-            for part in slices {
-                let tensor = &self.checkpoint.tensors[part.tensor];
-                if let Some(map) = &self.checkpoint.files[tensor.file].map {
-                    let start = (tensor.offset + part.offset) as usize;
-                    vt_bundle::mmap::release(map, start, part.len as usize);
-                }
-            }
-        }
-    }
-}
-
-/// The bytes of a slice of the source.
-pub fn slice<'a>(checkpoint: &'a Checkpoint, slice: &Slice) -> &'a [u8] {
-    let data = checkpoint.data(&checkpoint.tensors[slice.tensor]);
-    &data[slice.offset as usize..(slice.offset + slice.len) as usize]
 }
 
 /// The plane kind of a tiled tensor's `index`-th plane.
@@ -185,7 +166,7 @@ pub fn plane_kind(planned: &PlannedTensor, index: usize) -> PlaneKind {
 pub fn part_source<'a>(checkpoint: &'a Checkpoint, entry: &'a Entry) -> Option<PartSource<'a>> {
     let Storage::Tiled { codec, shape, inputs, all_zero } = &entry.storage else { return None };
     let format = PartFormat { codec: *codec, shape: *shape, row_order: entry.row_order };
-    let inputs = inputs.iter().map(|i| slice(checkpoint, i)).collect();
+    let inputs = inputs.iter().map(|i| checkpoint.slice(i)).collect();
     Some(PartSource { format, inputs, all_zero: *all_zero })
 }
 

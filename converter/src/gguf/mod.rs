@@ -59,7 +59,7 @@ const GLANCE_BYTES: u64 = 64 << 20;
 /// [`GgufError`], which names the file, the key or the tensor, what was found and what was expected.
 pub fn open(path: &Path) -> Result<(Checkpoint, GgufMetadata), GgufError> {
     let paths = split::part_paths(path)?;
-    let maps: Vec<Option<Mmap>> = paths.iter().map(|p| map(p)).collect::<Result<_, _>>()?;
+    let maps: Vec<Option<Mmap>> = paths.iter().map(map).collect::<Result<_, _>>()?;
     let shown: Vec<String> = paths.iter().map(|p| p.display().to_string()).collect();
     let headers: Vec<Header<'_>> = shown
         .iter()

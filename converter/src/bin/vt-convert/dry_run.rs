@@ -31,7 +31,11 @@ pub fn render(prepared: &Prepared, json: bool) -> String {
         let experts = tensor.experts.as_ref().map(|e| format!(" x {} experts", e.count)).unwrap_or_default();
         let _ = writeln!(text, "{offset:>14} {bytes:>14}  {:<28} {shape:<14} {}{experts}", tensor.decode, tensor.name);
     }
-    let _ = writeln!(text, "image {} bytes, cold segments {} bytes, assets at most {bound} bytes", plan.image_bytes, plan.cold_bytes);
+    let _ = writeln!(
+        text,
+        "image {} bytes, cold segments {} bytes, assets at most {bound} bytes",
+        plan.image_bytes, plan.cold_bytes
+    );
     for warning in &prepared.warnings {
         let _ = writeln!(text, "warning: {warning}");
     }
