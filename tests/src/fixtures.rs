@@ -1,0 +1,43 @@
+//! Checkpoints to test with.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// Root of the repository.
+pub fn repository() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("tests/ lies in the repository").to_owned()
+}
+
+/// Makes the tiny checkpoints of those names (`bf16`, `nvfp4`, `fp8`, `moe`, `tiny.gguf`) in `dir`.
+///
+/// # Panics
+/// If python3 is not there or the program fails.
+pub fn make_tiny(dir: &Path, names: &[&str]) {
+    let program = repository().join("fixtures/make_tiny.py");
+    let status = Command::new("python3").arg(program).arg(dir).args(names).status();
+    assert!(status.expect("python3 is installed").success(), "make_tiny.py failed");
+}
+
+/// The folder of real exports outside the repository; says so where it is not there.
+pub fn shared(what: &str) -> Option<PathBuf> {
+    let path = repository().join("../shared").join(what);
+    if path.exists() {
+        return Some(path);
+    }
+    eprintln!("SKIPPED: {} does not exist", path.display());
+    None
+}
+
+/// The SmolLM2 GGUF that `quickstart.sh` downloads, or the file that `VT_TEST_MODEL` names; says so where it is not
+/// there.
+pub fn smollm2() -> Option<PathBuf> {
+    let path = match std::env::var_os("VT_TEST_MODEL") {
+        Some(path) => PathBuf::from(path),
+        None => repository().join(".build/model/SmolLM2-135M-Instruct.Q4_1.gguf"),
+    };
+    if path.is_file() {
+        return Some(path);
+    }
+    eprintln!("SKIPPED: {} does not exist; ./quickstart.sh downloads it", path.display());
+    None
+}

@@ -1,0 +1,184 @@
+//! Promises 3 and 8: the same bytes whatever happens on the way, and output that is complete or not there.
+
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use vt_tests::process::{Numbers, Ran, command, finish, run, run_measured};
+use vt_tests::{fixtures, folders};
+
+fn convert(input: &Path, output: &Path, more: &[&str]) -> Ran {
+    let mut command = command("vt-convert", &[input, output]);
+    command.args(more);
+    finish(command)
+}
+
+/// Starts a conversion, ends it with SIGKILL after `wait`, and tells whether it was still at work.
+fn kill_after(input: &Path, output: &Path, wait: Duration) -> bool {
+    let mut command = command("vt-convert", &[input, output]);
+    let mut child = command.args(["--threads", "1", "--quiet"]).stderr(Stdio::null()).spawn().expect("started");
+    std::thread::sleep(wait);
+    let at_work = child.try_wait().expect("waited").is_none();
+    child.kill().expect("killed");
+    child.wait().expect("ended");
+    at_work
+}
+
+#[test]
+fn threads_interruptions_and_verification_leave_no_trace() {
+    let root = tempfile::tempdir().expect("temporary folder");
+    fixtures::make_tiny(root.path(), &[]);
+    for name in ["bf16", "nvfp4", "moe", "tiny.gguf"] {
+        let input = root.path().join(name);
+        let [one, two, resumed] = ["one", "two", "deeper/resumed"].map(|d| root.path().join(format!("{name}.{d}")));
+        std::fs::create_dir_all(resumed.parent().expect("inside")).expect("folder");
+        let started = Instant::now();
+        convert(&input, &one, &["--threads", "1"]).ok();
+        let whole = started.elapsed();
+        convert(&input, &two, &["--threads", "2", "--verify", "--max-memory", "64M"]).ok();
+        kill_after(&input, &resumed, whole / 2);
+        if !resumed.exists() {
+            convert(&input, &resumed, &[]).ok();
+        }
+        folders::assert_equal(&one, &two);
+        folders::assert_equal(&one, &resumed);
+    }
+}
+
+/// Kills at random moments: OUTPUT is complete or absent, and the next run gives the same bytes.
+fn survives_kills(input: &Path, root: &Path, kills: usize, seed: u64) {
+    let reference = root.join("reference");
+    let started = Instant::now();
+    convert(input, &reference, &["--threads", "1"]).ok();
+    let whole = started.elapsed().as_micros() as u64;
+    let id = run("vt-bundle", &["id".as_ref(), reference.as_os_str()]).ok().out;
+    let mut numbers = Numbers(seed);
+    let mut at_work = 0;
+    for _ in 0..kills {
+        let output = root.join("killed");
+        at_work += usize::from(kill_after(input, &output, Duration::from_micros(numbers.below(whole))));
+        if output.exists() {
+            run("vt-bundle", &["verify".as_ref(), output.as_os_str()]).ok();
+        } else {
+            convert(input, &output, &["--quiet"]).ok();
+        }
+        assert_eq!(run("vt-bundle", &["id".as_ref(), output.as_os_str()]).ok().out, id);
+        assert!(!root.join("killed.partial").exists(), "work is left behind");
+        std::fs::remove_dir_all(&output).expect("removed");
+    }
+    assert!(at_work > kills / 4, "only {at_work} of {kills} conversions were still at work when they were killed");
+}
+
+#[test]
+fn kills_leave_all_or_nothing() {
+    let root = tempfile::tempdir().expect("temporary folder");
+    fixtures::make_tiny(root.path(), &["bf16"]);
+    survives_kills(&root.path().join("bf16"), root.path(), 20, 3);
+}
+
+#[test]
+fn kills_leave_all_or_nothing_of_a_real_model() {
+    let Some(model) = fixtures::smollm2() else { return };
+    let root = tempfile::tempdir().expect("temporary folder");
+    survives_kills(&model, root.path(), 5, 4);
+}
+
+#[test]
+fn a_full_disk_is_said_so() {
+    let root = tempfile::tempdir().expect("temporary folder");
+    fixtures::make_tiny(root.path(), &["bf16"]);
+    let disk = root.path().join("disk");
+    std::fs::create_dir(&disk).expect("folder");
+    let Some(_mounted) = Tmpfs::mount(&disk, "1m") else { return };
+    let output = disk.join("out");
+    let ran = convert(&root.path().join("bf16"), &output, &[]).exits(6);
+    let numbers = ran.err.split(|c: char| !c.is_ascii_digit()).filter_map(|n| n.parse::<u64>().ok());
+    let numbers: Vec<u64> = numbers.filter(|&n| n > 1000).collect();
+    assert!(ran.err.contains("needs") && numbers.len() >= 2, "needed and free bytes: {ran:?}");
+    assert_eq!(std::fs::read_dir(&disk).expect("listed").count(), 0, "something is left on the disk");
+}
+
+/// A file system of bounded size, unmounted at the end.
+struct Tmpfs<'a>(&'a Path);
+
+impl<'a> Tmpfs<'a> {
+    /// `None`, and a line that says so, where mounting is not allowed.
+    fn mount(dir: &'a Path, size: &str) -> Option<Self> {
+        let option = format!("size={size}");
+        let status = Command::new("mount").args(["-t", "tmpfs", "-o", &option, "tmpfs"]).arg(dir).status();
+        if status.is_ok_and(|s| s.success()) {
+            return Some(Self(dir));
+        }
+        eprintln!("SKIPPED: mounting a tmpfs needs root");
+        None
+    }
+}
+
+impl Drop for Tmpfs<'_> {
+    fn drop(&mut self) {
+        let status = Command::new("umount").arg(self.0).status();
+        assert!(status.is_ok_and(|s| s.success()), "umount {}", self.0.display());
+    }
+}
+
+#[test]
+fn an_existing_output_stays() {
+    let root = tempfile::tempdir().expect("temporary folder");
+    fixtures::make_tiny(root.path(), &["nvfp4", "fp8"]);
+    let output = root.path().join("out");
+    convert(&root.path().join("nvfp4"), &output, &[]).ok();
+    let id = run("vt-bundle", &["id".as_ref(), output.as_os_str()]).ok().out;
+    let refused = convert(&root.path().join("fp8"), &output, &[]).exits(2);
+    assert!(refused.err.contains("--overwrite"), "{refused:?}");
+    assert_eq!(run("vt-bundle", &["id".as_ref(), output.as_os_str()]).ok().out, id);
+    convert(&root.path().join("fp8"), &output, &["--overwrite"]).ok();
+    assert_ne!(run("vt-bundle", &["id".as_ref(), output.as_os_str()]).ok().out, id);
+    // Input and output must be apart, and a folder that is no bundle is never replaced.
+    let input = root.path().join("nvfp4");
+    for inside in [input.join("out"), input.clone()] {
+        convert(&input, &inside, &["--overwrite"]).exits(2);
+    }
+    assert!(input.join("model.safetensors").is_file());
+}
+
+#[test]
+fn a_dry_run_tells_the_size_and_writes_nothing() {
+    let root = tempfile::tempdir().expect("temporary folder");
+    fixtures::make_tiny(root.path(), &["fp8"]);
+    let (input, output) = (root.path().join("fp8"), root.path().join("out"));
+    let plan = convert(&input, &output, &["--dry-run", "--json"]).ok().json();
+    assert!(!output.exists());
+    convert(&input, &output, &[]).ok();
+    let made = run("vt-bundle", &["inspect".as_ref(), output.as_os_str(), "--json".as_ref()]).ok().json();
+    assert_eq!(plan["image_bytes"], made["image"]["size"]);
+    let assets: u64 = made["assets"].as_array().expect("assets").iter().filter_map(|a| a["size"].as_u64()).sum();
+    assert!(assets <= plan["assets_bytes_bound"].as_u64().expect("bound"));
+}
+
+#[test]
+fn broken_input_is_named_and_leaves_nothing() {
+    let root = tempfile::tempdir().expect("temporary folder");
+    fixtures::make_tiny(root.path(), &["nvfp4"]);
+    let (input, output) = (root.path().join("nvfp4"), root.path().join("out"));
+    let file = input.join("model.safetensors");
+    let len = file.metadata().expect("file").len();
+    std::fs::OpenOptions::new().write(true).open(&file).expect("opened").set_len(len - 100).expect("truncated");
+    let ran = convert(&input, &output, &[]).exits(3);
+    assert!(ran.err.contains("model.safetensors"), "{ran:?}");
+    assert!(!output.exists() && !root.path().join("out.partial").exists());
+    convert(&root.path().join("none"), &output, &[]).exits(6);
+    finish(command("vt-convert", &[&input])).exits(2);
+}
+
+#[test]
+fn memory_stays_bounded() {
+    let Some(model) = fixtures::smollm2() else { return };
+    let root = tempfile::tempdir().expect("temporary folder");
+    let output = root.path().join("out");
+    let (ran, peak) = run_measured("vt-convert", &[&model, &output]);
+    ran.ok();
+    assert!(peak <= 200 << 20, "vt-convert had {peak} bytes of anonymous memory");
+    let (ran, peak) = run_measured("vt-run", &["--bundle".as_ref(), output.as_os_str(), "--load-only".as_ref()]);
+    ran.ok();
+    assert!(peak > 0 && peak <= 100 << 20, "vt-run had {peak} bytes of anonymous memory");
+}
