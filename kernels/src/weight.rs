@@ -5,7 +5,7 @@
 //! [`PartRows::start`](vt_bundle::layout::PartRows)) and N of a row-major one.
 
 use half::{bf16, f16};
-use vt_bundle::encoding::{MAX_SCALE_PLANES, MatrixRow, Span};
+use vt_bundle::encoding::{MAX_SCALE_PLANES, MatrixRow, ScalePlane, Span};
 use vt_bundle::layout::{PlaneKind, TiledMatrix};
 use vt_bundle::tile::{TILE_K, TILE_N};
 
@@ -137,7 +137,7 @@ impl Weight<'_> {
     pub fn bytes(&self) -> usize {
         match self {
             Weight::Tiled(w) => {
-                w.codes.iter().map(|p| p.len()).sum::<usize>() + w.scales.iter().map(|p| p.len()).sum::<usize>()
+                w.codes.iter().map(|p| p.data.len()).sum::<usize>() + w.scales.iter().map(|p| p.len()).sum::<usize>()
             }
             Weight::Rows(w) => w.data.len(),
         }
@@ -195,11 +195,34 @@ impl<'a> RowsWeight<'a> {
 pub struct TiledWeight<'a> {
     pub(crate) matrix: &'a TiledMatrix,
     /// Code planes, low bits first; empty where the encoding has fewer.
-    pub(crate) codes: [&'a [u8]; MAX_CODE_PLANES],
+    codes: [TilePlane<'a>; MAX_CODE_PLANES],
     /// Scale planes; empty where the encoding has fewer.
     pub(crate) scales: [&'a [u8]; MAX_SCALE_PLANES],
+    /// How scale planes that have a row per group or super-block are walked.
+    rows: [Option<ScaleRows>; MAX_SCALE_PLANES],
     /// How the fast kernels decode it; `None`: through [`vt_bundle::encoding::EncodingSpec::decode_row`].
     pub(crate) recipe: Option<Recipe>,
+}
+
+/// A code plane and the distances in it, worked out once.
+#[derive(Clone, Copy, Debug, Default)]
+struct TilePlane<'a> {
+    data: &'a [u8],
+    /// Bytes of a tile.
+    tile: usize,
+    /// Bytes of a row of tiles.
+    row: usize,
+}
+
+/// Distances in a scale plane of [`Span::Group`] or [`Span::Super`].
+#[derive(Clone, Copy, Debug)]
+struct ScaleRows {
+    /// Codes along K per row.
+    reach: usize,
+    /// Bytes of the elements of a tile column.
+    tile: usize,
+    /// Bytes of a row.
+    row: usize,
 }
 
 impl<'a> TiledWeight<'a> {
@@ -216,7 +239,8 @@ impl<'a> TiledWeight<'a> {
         if planes.len() != expected {
             return Err(WeightError::Planes { decode, found: planes.len(), expected });
         }
-        let mut codes: [&[u8]; MAX_CODE_PLANES] = [&[]; MAX_CODE_PLANES];
+        let mut codes = [TilePlane::default(); MAX_CODE_PLANES];
+        let mut rows = [None; MAX_SCALE_PLANES];
         let mut scales: [&[u8]; MAX_SCALE_PLANES] = [&[]; MAX_SCALE_PLANES];
         for (kind, &data) in matrix.planes().zip(planes) {
             let expected = matrix.plane_bytes(kind);
@@ -225,11 +249,17 @@ impl<'a> TiledWeight<'a> {
                 return Err(WeightError::PlaneLength { decode, plane, found: data.len(), expected });
             }
             match kind {
-                PlaneKind::Code(i) => codes[i] = data,
-                PlaneKind::Scale(i) => scales[i] = data,
+                PlaneKind::Code(i) => {
+                    let tile = spec.codes[i].tile_bytes();
+                    codes[i] = TilePlane { data, tile, row: matrix.tile_offset(&spec.codes[i], 1, 0) as usize };
+                }
+                PlaneKind::Scale(i) => {
+                    scales[i] = data;
+                    rows[i] = ScaleRows::of(matrix, &spec.scales[i]);
+                }
             }
         }
-        Ok(Self { matrix, codes, scales, recipe: Recipe::find(matrix) })
+        Ok(Self { matrix, codes, scales, rows, recipe: Recipe::find(matrix) })
     }
 
     /// Geometry.
@@ -238,24 +268,20 @@ impl<'a> TiledWeight<'a> {
     }
 
     /// One tile of a code plane.
+    #[inline]
     pub(crate) fn tile(&self, plane: usize, tile_k: usize, tile_n: usize) -> &'a [u8] {
-        let spec = &self.matrix.spec.codes[plane];
-        let at = self.matrix.tile_offset(spec, tile_k as u64, tile_n as u64) as usize;
-        &self.codes[plane][at..at + spec.tile_bytes()]
+        let TilePlane { data, tile, row } = self.codes[plane];
+        let at = tile_k * row + tile_n * tile;
+        &data[at..at + tile]
     }
 
     /// The 64 elements of a scale plane that the strip at `k0` of a tile column begins with, where the plane has a row
     /// per group or super-block.
+    #[inline]
     pub(crate) fn scale_row(&self, plane: usize, k0: usize, tile_n: usize) -> Option<&'a [u8]> {
-        let scale = &self.matrix.spec.scales[plane];
-        let reach = match scale.span {
-            Span::Group => self.matrix.group_size as usize,
-            Span::Super(span) => span as usize,
-            Span::Channel | Span::Part | Span::Block => return None,
-        };
-        let size = scale.dtype.bytes();
-        let at = (k0 / reach * self.matrix.padded_n() as usize + tile_n * TILE_N) * size;
-        self.scales[plane].get(at..at + TILE_N * size)
+        let ScaleRows { reach, tile, row } = self.rows[plane]?;
+        let at = k0 / reach * row + tile_n * tile;
+        self.scales[plane].get(at..at + tile)
     }
 
     /// `row`, or the last row of its part where it is padding: block planes have no elements for padding.
@@ -330,6 +356,18 @@ impl<'a> TiledWeight<'a> {
 
     fn decode_row(&self, row: usize, out: &mut [f32]) {
         self.decode_strip(row, 0, &mut StripScratch::default(), out);
+    }
+}
+
+impl ScaleRows {
+    fn of(matrix: &TiledMatrix, plane: &ScalePlane) -> Option<Self> {
+        let reach = match plane.span {
+            Span::Group => matrix.group_size as usize,
+            Span::Super(span) => span as usize,
+            Span::Channel | Span::Part | Span::Block => return None,
+        };
+        let size = plane.dtype.bytes();
+        Some(Self { reach, tile: TILE_N * size, row: matrix.padded_n() as usize * size })
     }
 }
 

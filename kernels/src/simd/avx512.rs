@@ -1,4 +1,9 @@
 //! Inner loops for AVX-512 F, BW, DQ, VL, VBMI and VNNI.
+//!
+//! Loops over registers are indexed: a closure given to an iterator or to `array::map` is called from code that is
+//! compiled without the instruction set, and would pass them in memory.
+
+#![allow(clippy::needless_range_loop)]
 
 use std::arch::x86_64::*;
 use std::ops::Range;
@@ -306,45 +311,59 @@ fn dot_integer_rows<const R: usize>(
     let mut tile = 0;
     while tile < strip.tiles {
         let tiles = together.min(strip.tiles - tile);
-        let k0 = strip.index * STRIP_K + tile * TILE_K;
-        let starts: [usize; R] = std::array::from_fn(|r| (row + r) * x.k + k0);
-        let sums: [i32; R] = std::array::from_fn(|r| {
-            let at = starts[r] / TILE_K;
-            x.sums[at..at + tiles].iter().sum()
-        });
-        let mut dots: [[__m512i; 4]; R] = std::array::from_fn(|r| [_mm512_set1_epi32(-scales.zero * sums[r]); 4]);
         let quads = &panel.0[tile * TILE_QUADS..(tile + tiles) * TILE_QUADS];
-        let codes: [&[[i8; 4]]; R] =
-            std::array::from_fn(|r| x.codes[starts[r]..starts[r] + tiles * TILE_K].as_chunks::<4>().0);
+        let mut starts = [0usize; R];
+        let mut sums = [0i32; R];
+        let mut codes = [[[0i8; 4]; 0].as_slice(); R];
+        let mut dots = [[_mm512_setzero_si512(); 4]; R];
+        for r in 0..R {
+            let start = (row + r) * x.k + strip.index * STRIP_K + tile * TILE_K;
+            for sum in &x.sums[start / TILE_K..start / TILE_K + tiles] {
+                sums[r] += sum;
+            }
+            starts[r] = start;
+            codes[r] = x.codes[start..start + tiles * TILE_K].as_chunks::<4>().0;
+            dots[r] = [_mm512_set1_epi32(-scales.zero * sums[r]); 4];
+        }
         for (q, quads) in quads.iter().enumerate() {
-            let weights = quarters(quads).each_ref().map(|quads| load_quads(quads));
-            for (dots, codes) in dots.iter_mut().zip(codes) {
-                let a = _mm512_set1_epi32(i32::from_le_bytes(codes[q].map(|c| c.cast_unsigned())));
-                for (dot, w) in dots.iter_mut().zip(weights) {
-                    *dot = _mm512_dpbusd_epi32(*dot, w, a);
+            let quads = quarters(quads);
+            let weights = [load_quads(&quads[0]), load_quads(&quads[1]), load_quads(&quads[2]), load_quads(&quads[3])];
+            for r in 0..R {
+                let a = _mm512_set1_epi32(quad_bits(codes[r][q]));
+                for c in 0..4 {
+                    dots[r][c] = _mm512_dpbusd_epi32(dots[r][c], weights[c], a);
                 }
             }
         }
         let at = if scales.halves { tile } else { 0 };
-        for (r, acc) in acc.iter_mut().enumerate().take(R) {
+        let (d, m) = (quarters(&scales.d[at]), quarters(&scales.m[at]));
+        for r in 0..R {
             let factor = x.scales[starts[r] / ACTIVATION_BLOCK];
             let (scale, sum) = (_mm512_set1_ps(factor), _mm512_set1_ps(sums[r] as f32 * factor));
-            for (c, acc) in quarters_mut(&mut acc.0).iter_mut().enumerate() {
-                let d = _mm512_mul_ps(load_f32(&quarters(&scales.d[at])[c]), scale);
-                let mut value = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dots[r][c]), d, load_f32(acc));
+            let acc = quarters_mut(&mut acc[r].0);
+            for c in 0..4 {
+                let d = _mm512_mul_ps(load_f32(&d[c]), scale);
+                let mut value = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dots[r][c]), d, load_f32(&acc[c]));
                 if scales.min {
-                    value = _mm512_fmadd_ps(load_f32(&quarters(&scales.m[at])[c]), sum, value);
+                    value = _mm512_fmadd_ps(load_f32(&m[c]), sum, value);
                 }
-                store_f32(acc, value);
+                store_f32(&mut acc[c], value);
             }
         }
         tile += tiles;
     }
 }
 
+/// Four activations as the bits of one lane.
+#[inline]
+fn quad_bits([a, b, c, d]: [i8; 4]) -> i32 {
+    i32::from_le_bytes([a.cast_unsigned(), b.cast_unsigned(), c.cast_unsigned(), d.cast_unsigned()])
+}
+
 #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
 pub(super) fn store(acc: &Acc, out: &mut [f32; TILE_N]) {
-    let acc = quarters(&acc.0).each_ref().map(|values| load_f32(values));
+    let acc = quarters(&acc.0);
+    let acc = [load_f32(&acc[0]), load_f32(&acc[1]), load_f32(&acc[2]), load_f32(&acc[3])];
     let out = quarters_mut(out);
     // Column 16 j + 8 h + t is at 4 t + j of register 2 h + t / 4: eight t of j, then eight of j + 1.
     let first = _mm512_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28, 1, 5, 9, 13, 17, 21, 25, 29);
@@ -446,16 +465,21 @@ fn dot_rows_of<const R: usize>(
     let x: [&[f32]; R] = std::array::from_fn(|r| &x[(row + r) * k..(row + r + 1) * k]);
     let mut sums = [[_mm512_setzero_ps(); ROWS_N]; R];
     for at in (0..k).step_by(LANES) {
-        let weights = data.map(|data| widen_up_to(weight.dtype, data, at));
-        for (sums, x) in sums.iter_mut().zip(x) {
-            let x = load_up_to(x, at);
-            for (sum, w) in sums.iter_mut().zip(weights) {
-                *sum = _mm512_fmadd_ps(x, w, *sum);
+        let mut weights = [_mm512_setzero_ps(); ROWS_N];
+        for n in 0..ROWS_N {
+            weights[n] = widen_up_to(weight.dtype, data[n], at);
+        }
+        for r in 0..R {
+            let x = load_up_to(x[r], at);
+            for n in 0..ROWS_N {
+                sums[r][n] = _mm512_fmadd_ps(x, weights[n], sums[r][n]);
             }
         }
     }
-    for (dots, sums) in dots.iter_mut().zip(sums) {
-        *dots = sums.map(|sum| _mm512_reduce_add_ps(sum));
+    for r in 0..R {
+        for n in 0..ROWS_N {
+            dots[r][n] = _mm512_reduce_add_ps(sums[r][n]);
+        }
     }
 }
 
