@@ -65,7 +65,7 @@ proptest! {
 
         let matrix = TiledMatrix::new(codec.spec(), k as u64, &[n as u64], codec.group_size as u64, [0, 0]).expect("a layout");
         let format = PartFormat { codec, shape, row_order };
-        let parts = [PartSource { format, inputs: vec![&data] }];
+        let parts = [PartSource { format, inputs: vec![&data], all_zero: false }];
         let planes: Vec<(PlaneKind, Vec<u8>)> = matrix
             .planes()
             .into_iter()

@@ -256,7 +256,7 @@ fn tq1_0(block: &[u8; 54], y: &mut [f32; 256]) {
     for (first, bytes, digits) in [(0, 32, 5), (32, 16, 5), (48, 4, 4)] {
         for pow in &POW3[..digits] {
             for q in &block[first..first + bytes] {
-                let digit = u16::from(q.wrapping_mul(*pow)) * 3 >> 8;
+                let digit = (u16::from(q.wrapping_mul(*pow)) * 3) >> 8;
                 y[at] = f32::from(digit as i16 - 1) * d;
                 at += 1;
             }
