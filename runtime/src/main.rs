@@ -1,2 +1,32 @@
-//! Entry point.
-fn main() {}
+//! `vt-run`: loads a bundle and answers.
+
+use clap::Parser;
+use std::io::IsTerminal;
+use std::process::ExitCode;
+use tracing_subscriber::EnvFilter;
+use vt_run::cli::Cli;
+use vt_run::start;
+use vt_run::stats::Startup;
+
+fn main() -> ExitCode {
+    let startup = Startup::begin();
+    let cli = Cli::parse();
+    let filter = match EnvFilter::try_new(&cli.log) {
+        Ok(filter) => filter,
+        Err(error) => {
+            eprintln!("error: --log {}: {error}", cli.log);
+            return ExitCode::from(2);
+        }
+    };
+    // https://no-color.org: any non-empty value.
+    let colour = std::io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none_or(|v| v.is_empty());
+    let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
+    log.with_target(false).with_ansi(colour).init();
+    match start::run(&cli, startup) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(failure) => {
+            eprintln!("error: {failure}");
+            ExitCode::from(failure.code)
+        }
+    }
+}

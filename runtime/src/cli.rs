@@ -1,0 +1,272 @@
+//! The command line of `vt-run`. Every flag has an environment twin, which the help names.
+
+use clap::{Parser, ValueEnum};
+use std::path::PathBuf;
+use std::str::FromStr;
+
+/// Loads a vt bundle and serves it over an OpenAI-compatible API, or answers a prompt.
+///
+/// Without --prompt, --chat, --prompt-ids, --plan or --load-only it serves.
+///
+/// Exit codes: 0 ok, 2 usage, 3 bundle or architecture invalid, 4 integrity failure, 5 device or memory, 6 I/O.
+#[derive(Clone, Debug, Parser)]
+#[command(name = "vt-run", version, max_term_width = 120)]
+pub struct Cli {
+    /// Folder of the bundle that vt-convert wrote.
+    #[arg(long, value_name = "DIR", env = "VT_BUNDLE")]
+    pub bundle: PathBuf,
+    /// Refuse any bundle but the one with this id (the BLAKE3 of its manifest).
+    #[arg(long, value_name = "HEX", env = "VT_EXPECT_ID")]
+    pub expect_id: Option<String>,
+
+    #[command(flatten)]
+    pub device: DeviceArgs,
+    #[command(flatten)]
+    pub memory: MemoryArgs,
+    #[command(flatten)]
+    pub prompt: PromptArgs,
+    #[command(flatten)]
+    pub server: ServerArgs,
+
+    /// Print the memory plan and exit. No weight is read.
+    #[arg(long, env = "VT_PLAN", conflicts_with = "load_only")]
+    pub plan: bool,
+    /// Load and check the bundle, print where the time went, and exit.
+    #[arg(long, env = "VT_LOAD_ONLY")]
+    pub load_only: bool,
+    /// Print JSON instead of text: the plan, or a prompt's answer with its token ids.
+    #[arg(long, env = "VT_JSON")]
+    pub json: bool,
+    /// Print start-up phases, bytes and peak memory: to standard output with --load-only, else to standard error.
+    #[arg(long, value_enum, value_name = "FORM", env = "VT_STATS")]
+    pub stats: Option<StatsForm>,
+    /// What is logged to standard error: error, warn, info, debug, trace, or per-module filters.
+    #[arg(long, value_name = "FILTER", env = "VT_LOG", default_value = "info")]
+    pub log: String,
+}
+
+/// Where and how to compute.
+#[derive(Clone, Debug, clap::Args)]
+#[command(next_help_heading = "Device")]
+pub struct DeviceArgs {
+    /// auto, cpu, cuda or cuda:N. auto takes the CPU where there is no GPU.
+    #[arg(long, value_name = "DEVICE", env = "VT_DEVICE", default_value = "auto")]
+    pub device: DeviceName,
+    /// Compute threads on the CPU; all processors that the process may use where absent.
+    #[arg(long, value_name = "N", env = "VT_THREADS", value_parser = clap::value_parser!(u16).range(1..=1024))]
+    pub threads: Option<u16>,
+    /// Activations in matrix products on the CPU: 8-bit blocks (faster) or f32 (what weight-only references do).
+    #[arg(long, value_enum, env = "VT_ACTIVATIONS", default_value = "int8")]
+    pub activations: ActivationsArg,
+    /// How the weights are checked against the manifest before the first token.
+    #[arg(long, value_enum, env = "VT_VERIFY", default_value = "host")]
+    pub verify: VerifyArg,
+}
+
+/// Sizes.
+#[derive(Clone, Debug, clap::Args)]
+#[command(next_help_heading = "Memory")]
+pub struct MemoryArgs {
+    /// Longest sequence, prompt and output together, in tokens; the model's own limit, or what fits, where absent.
+    #[arg(long, value_name = "TOKENS", env = "VT_MAX_MODEL_LEN", value_parser = clap::value_parser!(u32).range(1..))]
+    pub max_model_len: Option<u32>,
+    /// Sequences that are computed at once.
+    #[arg(long, value_name = "N", env = "VT_MAX_NUM_SEQS", default_value_t = 16, value_parser = clap::value_parser!(u16).range(1..=4096))]
+    pub max_num_seqs: u16,
+    /// Tokens of one step; longer prompts are computed in pieces.
+    #[arg(long, value_name = "N", env = "VT_MAX_NUM_BATCHED_TOKENS", default_value_t = 512, value_parser = clap::value_parser!(u32).range(1..=65536))]
+    pub max_num_batched_tokens: u32,
+    /// Stored type of keys and values; auto is f32 with --activations f32, else f16.
+    #[arg(long, value_enum, env = "VT_KV_CACHE_DTYPE", default_value = "auto")]
+    pub kv_cache_dtype: KvCacheDtype,
+    /// Size of the key/value cache; where absent, enough for all sequences, at most 4 GiB and what is available.
+    #[arg(long, value_name = "BYTES", env = "VT_KV_CACHE_MEMORY_BYTES")]
+    pub kv_cache_memory_bytes: Option<u64>,
+}
+
+/// One answer instead of a server.
+#[derive(Clone, Debug, clap::Args)]
+#[command(next_help_heading = "Prompt")]
+pub struct PromptArgs {
+    /// Continue this text and exit; the text is given to the model as it is.
+    #[arg(long, value_name = "TEXT", env = "VT_PROMPT", group = "input")]
+    pub prompt: Option<String>,
+    /// Answer this message through the model's chat template and exit.
+    #[arg(long, value_name = "TEXT", env = "VT_CHAT", group = "input")]
+    pub chat: Option<String>,
+    /// Continue these token ids, separated by commas, and exit.
+    #[arg(long, value_name = "IDS", env = "VT_PROMPT_IDS", group = "input", value_delimiter = ',')]
+    pub prompt_ids: Option<Vec<u32>>,
+    /// Write the logits of every position of the prompt, little-endian f32 [positions, vocabulary], and exit.
+    #[arg(long, value_name = "FILE", env = "VT_LOGITS", requires = "input")]
+    pub logits: Option<PathBuf>,
+    /// Tokens to generate, at most.
+    #[arg(long, value_name = "N", env = "VT_MAX_TOKENS", default_value_t = 128)]
+    pub max_tokens: usize,
+    /// Divides the logits; 0 always takes the most likely token.
+    #[arg(long, value_name = "T", env = "VT_TEMPERATURE", default_value_t = 0.0)]
+    pub temperature: f32,
+    /// Start of the random numbers; fresh ones where absent.
+    #[arg(long, value_name = "N", env = "VT_SEED")]
+    pub seed: Option<u64>,
+    /// Choose among the most likely tokens whose probability reaches this.
+    #[arg(long, value_name = "P", env = "VT_TOP_P", default_value_t = 1.0)]
+    pub top_p: f32,
+    /// Choose among this many most likely tokens; 0 is all.
+    #[arg(long, value_name = "K", env = "VT_TOP_K", default_value_t = 0)]
+    pub top_k: usize,
+    /// Choose among tokens at least this likely relative to the most likely.
+    #[arg(long, value_name = "P", env = "VT_MIN_P", default_value_t = 0.0)]
+    pub min_p: f32,
+    /// End the text before this string; may be given several times.
+    #[arg(long, value_name = "TEXT", env = "VT_STOP")]
+    pub stop: Vec<String>,
+    /// Go on after tokens that end the text.
+    #[arg(long, env = "VT_IGNORE_EOS")]
+    pub ignore_eos: bool,
+}
+
+/// The HTTP server.
+#[derive(Clone, Debug, clap::Args)]
+#[command(next_help_heading = "Server")]
+pub struct ServerArgs {
+    /// Address to listen on.
+    #[arg(long, env = "VT_HOST", default_value = "127.0.0.1")]
+    pub host: String,
+    /// Port to listen on; 0 takes a free one.
+    #[arg(long, env = "VT_PORT", default_value_t = 8000)]
+    pub port: u16,
+    /// Listen on a unix socket instead.
+    #[arg(long, value_name = "PATH", env = "VT_UDS")]
+    pub uds: Option<PathBuf>,
+    /// Names that requests may use; the bundle's folder where absent.
+    #[arg(long, value_name = "NAME", env = "VT_SERVED_MODEL_NAME", value_delimiter = ',')]
+    pub served_model_name: Vec<String>,
+    /// Answer requests for any model name.
+    #[arg(long, env = "VT_ANY_MODEL_NAME")]
+    pub any_model_name: bool,
+    /// Key that requests must bring; may be given several times.
+    #[arg(long, value_name = "KEY", env = "VT_API_KEY", hide_env_values = true)]
+    pub api_key: Vec<String>,
+    /// File with one key a line.
+    #[arg(long, value_name = "FILE", env = "VT_API_KEY_FILE")]
+    pub api_key_file: Option<PathBuf>,
+    /// Web origins whose pages may use the server; * is all.
+    #[arg(long, value_name = "ORIGIN", env = "VT_ALLOWED_ORIGINS", value_delimiter = ',')]
+    pub allowed_origins: Vec<String>,
+    /// Jinja file that replaces the model's chat template.
+    #[arg(long, value_name = "FILE", env = "VT_CHAT_TEMPLATE")]
+    pub chat_template: Option<PathBuf>,
+    /// Requests that may wait; further ones are refused with 429.
+    #[arg(long, value_name = "N", env = "VT_MAX_QUEUE", default_value_t = 256)]
+    pub max_queue: usize,
+    /// Forget keys and values of earlier requests with the same beginning.
+    #[arg(long, env = "VT_NO_ENABLE_PREFIX_CACHING")]
+    pub no_enable_prefix_caching: bool,
+    /// Seconds that requests under way have to end when the server is told to stop.
+    #[arg(long, value_name = "SECONDS", env = "VT_SHUTDOWN_TIMEOUT", default_value_t = 30)]
+    pub shutdown_timeout: u32,
+    /// Prefix of the names of metrics.
+    #[arg(long, value_name = "PREFIX", env = "VT_METRICS_PREFIX", default_value = "vt")]
+    pub metrics_prefix: String,
+}
+
+/// Value of `--device`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum DeviceName {
+    /// A GPU where there is one, else the CPU.
+    Auto,
+    /// The CPU.
+    Cpu,
+    /// The GPU of that index.
+    Cuda(u32),
+}
+
+impl FromStr for DeviceName {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "auto" => Ok(DeviceName::Auto),
+            "cpu" => Ok(DeviceName::Cpu),
+            "cuda" => Ok(DeviceName::Cuda(0)),
+            _ => match text.strip_prefix("cuda:").map(str::parse) {
+                Some(Ok(index)) => Ok(DeviceName::Cuda(index)),
+                _ => Err("expected auto, cpu, cuda or cuda:N".to_owned()),
+            },
+        }
+    }
+}
+
+/// Value of `--activations`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum ActivationsArg {
+    /// 8-bit blocks.
+    Int8,
+    /// As they are.
+    F32,
+}
+
+/// Value of `--verify`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum VerifyArg {
+    /// BLAKE3 of every leaf, on the host.
+    Host,
+    /// Manifest, sizes and text assets only.
+    Off,
+}
+
+/// Value of `--kv-cache-dtype`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum KvCacheDtype {
+    /// By the activations.
+    Auto,
+    /// Exact.
+    F32,
+    /// Half the memory.
+    F16,
+}
+
+/// Value of `--stats`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum StatsForm {
+    /// For people.
+    Text,
+    /// For programs.
+    Json,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory;
+
+    #[test]
+    fn the_definition_is_consistent_and_every_flag_has_a_twin() {
+        let command = Cli::command();
+        command.clone().debug_assert();
+        for argument in command.get_arguments().filter(|a| !matches!(a.get_id().as_str(), "help" | "version")) {
+            let long = argument.get_long().unwrap_or_else(|| panic!("{} has no long flag", argument.get_id()));
+            let twin = format!("VT_{}", long.replace('-', "_").to_uppercase());
+            assert_eq!(argument.get_env().and_then(|e| e.to_str()), Some(twin.as_str()), "--{long}");
+            assert!(argument.get_help().is_some(), "--{long} has no help");
+        }
+    }
+
+    #[test]
+    fn devices_by_name() {
+        assert_eq!("cuda".parse(), Ok(DeviceName::Cuda(0)));
+        assert_eq!("cuda:3".parse(), Ok(DeviceName::Cuda(3)));
+        for wrong in ["gpu", "cuda:", "cuda:x", ""] {
+            assert!(wrong.parse::<DeviceName>().is_err());
+        }
+    }
+
+    #[test]
+    fn one_input_at_a_time() {
+        assert!(Cli::try_parse_from(["vt-run", "--bundle", "b", "--prompt", "x", "--chat", "y"]).is_err());
+        assert!(Cli::try_parse_from(["vt-run", "--bundle", "b", "--logits", "f"]).is_err());
+        let cli = Cli::try_parse_from(["vt-run", "--bundle", "b", "--prompt-ids", "1,2,3"]).unwrap();
+        assert_eq!(cli.prompt.prompt_ids, Some(vec![1, 2, 3]));
+    }
+}

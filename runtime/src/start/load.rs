@@ -1,0 +1,210 @@
+//! Open, plan, load: the stages of a start.
+
+use super::Failure;
+use crate::cli::{ActivationsArg, Cli, DeviceName, KvCacheDtype, VerifyArg};
+use crate::engine::{EngineConfig, EngineHandle, SchedulerLimits};
+use crate::engine::model::Model;
+use crate::load::{CpuDevice, LoadError, LoadedBundle, MemoryPlan, MemoryRequest, Verify, available_memory};
+use crate::metrics::Metrics;
+use crate::model::{CpuModel, CpuModelOptions, Graph, ModelConfig};
+use crate::server::ModelCard;
+use crate::stats::Startup;
+use crate::text::{BundleText, TextAssets};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use vt_bundle::mmap::ContiguousMap;
+use vt_bundle::{Bundle, BundleError};
+use vt_kernels::Activations;
+use vt_kernels::kv_cache::KvType;
+
+/// Bytes of a load between two looks at the process's memory.
+const SAMPLE_BYTES: u64 = 64 << 20;
+
+/// A bundle that has been opened, understood and planned, and of which no weight has been read.
+pub(super) struct Opened {
+    bundle: Bundle,
+    config: ModelConfig,
+    plan: MemoryPlan,
+    options: CpuModelOptions,
+    device: CpuDevice,
+    verify: Verify,
+}
+
+/// A model that is ready to compute.
+pub(super) struct Ready {
+    pub model: CpuModel<ContiguousMap>,
+    pub limits: SchedulerLimits,
+}
+
+impl Opened {
+    pub(super) fn open(cli: &Cli, startup: &mut Startup) -> Result<Self, Failure> {
+        if let DeviceName::Cuda(index) = cli.device.device {
+            let reason = "this vt-run was built without CUDA kernels; use --device cpu".to_owned();
+            return Err(LoadError::Device { device: format!("cuda:{index}"), reason }.into());
+        }
+        let bundle = startup.phase("open", |_| Bundle::open(&cli.bundle)).map_err(LoadError::from)?;
+        if let Some(expected) = cli.expect_id.as_deref().filter(|id| !id.eq_ignore_ascii_case(bundle.id())) {
+            let (path, found) = (cli.bundle.clone(), bundle.id().to_owned());
+            return Err(LoadError::from(BundleError::Id { path, found, expected: expected.to_owned() }).into());
+        }
+        let config = ModelConfig::from_manifest(&bundle.manifest().model).map_err(LoadError::from)?;
+        let threads = match cli.device.threads {
+            Some(threads) => usize::from(threads),
+            None => std::thread::available_parallelism().map_or(1, usize::from),
+        };
+        let activations = match cli.device.activations {
+            ActivationsArg::Int8 => Activations::Int8,
+            ActivationsArg::F32 => Activations::F32,
+        };
+        let kv_type = match (cli.memory.kv_cache_dtype, activations) {
+            (KvCacheDtype::F32, _) | (KvCacheDtype::Auto, Activations::F32) => KvType::F32,
+            (KvCacheDtype::F16, _) | (KvCacheDtype::Auto, Activations::Int8) => KvType::F16,
+        };
+        let max_batch_tokens = cli.memory.max_num_batched_tokens as usize;
+        let request = MemoryRequest {
+            max_model_len: cli.memory.max_model_len.map(|len| len as usize),
+            max_num_seqs: usize::from(cli.memory.max_num_seqs),
+            max_batch_tokens,
+            kv_type,
+            kv_cache_bytes: cli.memory.kv_cache_memory_bytes,
+            available: available_memory(),
+        };
+        let image_bytes = bundle.manifest().image.size;
+        let plan = startup.phase("plan", |_| MemoryPlan::for_cpu(&config, image_bytes, &request))?;
+        let options = CpuModelOptions {
+            threads,
+            activations,
+            kv_type,
+            kv_blocks: plan.kv_blocks,
+            context_length: plan.max_model_len,
+            max_batch_tokens,
+            max_batch_sequences: plan.max_num_seqs,
+        };
+        let verify = match cli.device.verify {
+            VerifyArg::Host => Verify::Host,
+            VerifyArg::Off => Verify::Off,
+        };
+        Ok(Self { bundle, config, plan, options, device: CpuDevice::new(threads), verify })
+    }
+
+    pub(super) fn plan(&self) -> &MemoryPlan {
+        &self.plan
+    }
+
+    /// Bytes of the device image.
+    pub(super) fn image_bytes(&self) -> u64 {
+        self.bundle.manifest().image.size
+    }
+
+    /// Loads and checks, finds every tensor's place, and lets go.
+    pub(super) fn load_only(self, startup: &mut Startup) -> Result<(), Failure> {
+        let config = self.config.clone();
+        let loaded = self.load(startup, &|_| ())?;
+        startup.phase("graph", |_| Graph::resolve(&config, &loaded)).map_err(LoadError::from)?;
+        Ok(())
+    }
+
+    /// Loads, checks, and builds the model. `progress` is called with bytes that have been checked.
+    pub(super) fn into_model(
+        self,
+        startup: &mut Startup,
+        progress: &(dyn Fn(u64) + Sync),
+    ) -> Result<Ready, Failure> {
+        let (config, options) = (self.config.clone(), self.options);
+        let loaded = self.load(startup, progress)?;
+        let model = startup.phase("model", |_| CpuModel::new(loaded, config, &options))?;
+        let info = model.info();
+        let limits = SchedulerLimits {
+            sequences: info.max_batch_sequences,
+            batch_tokens: info.max_batch_tokens,
+            token_limit: info.vocab_size,
+            prefix_cache: true,
+        };
+        Ok(Ready { model, limits })
+    }
+
+    fn load(
+        self,
+        startup: &mut Startup,
+        progress: &(dyn Fn(u64) + Sync),
+    ) -> Result<LoadedBundle<ContiguousMap>, Failure> {
+        let checked = AtomicU64::new(0);
+        let Self { bundle, device, verify, .. } = self;
+        let name = if verify == Verify::Off { "map" } else { "verify" };
+        let loaded = startup.phase(name, |startup| {
+            LoadedBundle::load(bundle, &device, verify, &|bytes| {
+                let before = checked.fetch_add(bytes, Ordering::Relaxed);
+                if before / SAMPLE_BYTES != (before + bytes) / SAMPLE_BYTES {
+                    startup.sample();
+                }
+                progress(bytes);
+            })
+        })?;
+        if verify != Verify::Off {
+            startup.moved(checked.into_inner());
+        }
+        Ok(loaded)
+    }
+}
+
+impl Ready {
+    /// Tokenizer and template; `None` where the bundle has no tokenizer and none is needed.
+    pub(super) fn text(&self, cli: &Cli, needed: bool) -> Result<Option<BundleText>, Failure> {
+        let loaded = self.model.loaded();
+        let assets = loaded.assets();
+        let Some(tokenizer) = &assets.tokenizer else {
+            if needed {
+                let bundle = cli.bundle.display().to_string();
+                return Err(LoadError::MissingAsset { bundle, what: "tokenizer" }.into());
+            }
+            return Ok(None);
+        };
+        let config = loaded.manifest().model.config.to_string();
+        let text = BundleText::from_assets(&TextAssets {
+            tokenizer,
+            tokenizer_config: assets.tokenizer_config.as_deref(),
+            chat_template: assets.chat_template.as_deref(),
+            generation_config: assets.generation_config.as_deref(),
+            config: Some(config.as_bytes()),
+        });
+        let mut text = text.map_err(|e| Failure::new(3, e))?;
+        if let Some(path) = &cli.server.chat_template {
+            let template = std::fs::read_to_string(path)
+                .map_err(|e| Failure::new(6, anyhow::Error::new(e).context(path.display().to_string())))?;
+            text.set_chat_template(&template).map_err(|e| Failure::new(3, e))?;
+        }
+        Ok(Some(text))
+    }
+
+    /// Starts the engine around the model.
+    pub(super) fn into_engine(
+        self,
+        cli: &Cli,
+        text: Option<&BundleText>,
+        metrics: Arc<Metrics>,
+    ) -> Result<EngineHandle, Failure> {
+        let mut limits = self.limits;
+        if let Some(text) = text {
+            limits.token_limit = limits.token_limit.min(text.tokenizer().vocab_size());
+        }
+        limits.prefix_cache = !cli.server.no_enable_prefix_caching;
+        let config = EngineConfig { limits, max_queue: cli.server.max_queue, max_sequence_tokens: None };
+        EngineHandle::spawn(Box::new(self.model), config, metrics)
+            .map_err(|source| LoadError::System { what: "the engine's thread", source }.into())
+    }
+
+    /// What the server says of the model.
+    pub(super) fn card(&self, cli: &Cli) -> ModelCard {
+        let manifest = self.model.loaded().manifest();
+        let folder = std::fs::canonicalize(&cli.bundle).unwrap_or_else(|_| cli.bundle.clone());
+        let name = folder.file_name().map(|name| name.to_string_lossy().into_owned());
+        let most = manifest.quantization.decodes.iter().max_by_key(|d| d.bytes);
+        ModelCard {
+            name: name.unwrap_or_else(|| "model".to_owned()),
+            bundle_id: self.model.loaded().id().to_owned(),
+            architecture: manifest.model.architecture.clone(),
+            layout: most.map(|d| d.decode.clone()).unwrap_or_default(),
+            format: manifest.format_version.to_string(),
+        }
+    }
+}

@@ -1,0 +1,34 @@
+//! `--logits`: what the model says at every position of a prompt, for comparisons with other engines.
+
+use super::Failure;
+use super::load::Ready;
+use crate::engine::model::{LogitsBuffer, LogitsWanted, Model, SequenceStep};
+use anyhow::Context;
+use std::fs::File;
+use std::io::{BufWriter, Write};
+use std::path::Path;
+
+/// Positions of one step: rows of logits are the largest buffer of the run.
+const STEP_TOKENS: usize = 64;
+
+/// Writes little-endian f32, `[positions, vocabulary]`.
+pub(super) fn write(mut ready: Ready, ids: &[u32], path: &Path) -> Result<(), Failure> {
+    let info = ready.model.info().clone();
+    let fault = |e: std::io::Error| Failure::new(6, anyhow::Error::new(e).context(path.display().to_string()));
+    let mut file = BufWriter::new(File::create(path).map_err(fault)?);
+    let blocks: Vec<u32> = (0..info.kv.blocks_for(ids.len()) as u32).collect();
+    let mut logits = LogitsBuffer::new(info.vocab_size);
+    for (index, tokens) in ids.chunks(STEP_TOKENS.min(info.max_batch_tokens)).enumerate() {
+        let start_pos = index * STEP_TOKENS.min(info.max_batch_tokens);
+        logits.reset(tokens.len());
+        let step = SequenceStep { tokens, start_pos, block_table: &blocks, logits: LogitsWanted::All };
+        let computed = ready.model.forward(&[step], &mut logits).context("the prompt cannot be computed");
+        computed.map_err(|error| Failure { code: 3, error })?;
+        for value in logits.rows_mut() {
+            file.write_all(&value.to_le_bytes()).map_err(fault)?;
+        }
+    }
+    file.flush().map_err(fault)?;
+    eprintln!("{}: f32 [{}, {}]", path.display(), ids.len(), info.vocab_size);
+    Ok(())
+}
