@@ -6,13 +6,15 @@
 //! Recipes agree with `decode_row` up to the rounding of f32 products; the tests compare the two.
 
 use vt_bundle::codec::ggml::{half_e8m0, half_ue4m3};
+use vt_bundle::encoding::{ScaleType, Span};
+use vt_bundle::float8::{E4M3, e8m0};
 use vt_bundle::layout::TiledMatrix;
-use vt_bundle::tile::{TILE_K, TILE_N};
+use vt_bundle::tile::{ScaleOrder, TILE_K, TILE_N};
 
 use crate::context::Isa;
 use crate::fragment::PANEL_COLUMN;
 use crate::simd::{self, Scales};
-use crate::weight::TiledWeight;
+use crate::weight::{FloatType, TiledWeight};
 
 /// Codes along K of one strip: two tiles, the block in which activations are quantised.
 pub(crate) const STRIP_K: usize = 2 * TILE_K;
@@ -89,14 +91,36 @@ impl Recipe {
             "nvfp4.compressed-tensors@1" => {
                 (e2m1, false, |strip, out| strip.e4m3(0, 0.5 / strip.part_f32(1), &mut out.d))
             }
-            _ => return None,
+            "mxfp4@1" => (e2m1, false, |strip, out| strip.bytes(0, |e| 0.5 * e8m0(e), &mut out.d)),
+            "mxfp8@1" => (Codes::E4m3, false, scale_alone),
+            other => match other.strip_suffix("@1")?.rsplit_once('.')?.0 {
+                "fp8.tensor" | "fp8.channel" | "fp8.block" => (Codes::E4m3, false, scale_alone),
+                "int4.symmetric" => (zero(8), false, scale_alone),
+                "int8.symmetric" | "int8.symmetric.tensor" => (zero(128), false, scale_alone),
+                "int4.zeros" => (zero(8), true, |strip, out| strip.scale_and_zero(8.0, out)),
+                "int8.zeros" => (zero(128), true, |strip, out| strip.scale_and_zero(128.0, out)),
+                "int4.zeros-minus-one" => (zero(8), true, |strip, out| strip.scale_and_zero(7.0, out)),
+                "int8.zeros-minus-one" => (zero(128), true, |strip, out| strip.scale_and_zero(127.0, out)),
+                _ => return None,
+            },
         };
-        let group = matrix.group_size as usize;
-        let halves = group == TILE_K;
-        if !halves && (group == 0 || !group.is_multiple_of(STRIP_K)) {
+        // Scales stay the same over the whole of K where nothing divides it.
+        let (k, group) = (matrix.k as usize, matrix.group_size as usize);
+        let mut reach = usize::MAX;
+        for plane in matrix.spec.scales {
+            let own = match plane.span {
+                Span::Group => group,
+                Span::Super(span) => span as usize,
+                Span::Block => matrix.block[1] as usize,
+                Span::Channel | Span::Part => continue,
+            };
+            reach = reach.min(if own >= k { usize::MAX } else { own });
+        }
+        let halves = reach == TILE_K;
+        if reach != usize::MAX && !halves && !reach.is_multiple_of(STRIP_K) {
             return None;
         }
-        Some(Self { codes, halves, min, reach: group.max(STRIP_K), scales })
+        Some(Self { codes, halves, min, reach: reach.max(STRIP_K), scales })
     }
 }
 
@@ -156,12 +180,78 @@ impl StripPlace<'_, '_> {
         }
     }
 
+    /// A plane of floats of any type and span.
+    fn floats(&self, plane: usize, out: &mut [[f32; TILE_N]; 2]) {
+        let matrix = self.weight.matrix;
+        let scale = &matrix.spec.scales[plane];
+        let data = self.weight.scales[plane];
+        let first = self.tile_n * TILE_N;
+        let part_at = matrix.part_of(first as u64);
+        match scale.span {
+            Span::Group | Span::Super(_) if scale.dtype == ScaleType::F16 => self.f16(plane, out),
+            Span::Group | Span::Super(_) => {
+                for (k, out) in self.starts().zip(out) {
+                    let row = self.row(plane, k);
+                    for (out, c) in out.iter_mut().zip(PANEL_COLUMN) {
+                        *out = float(scale.dtype, row, scale.order().position(c));
+                    }
+                }
+            }
+            Span::Part => out[0] = [float(scale.dtype, data, part_at); TILE_N],
+            Span::Channel => {
+                debug_assert_eq!(scale.order(), ScaleOrder::Natural);
+                for (out, c) in out[0].iter_mut().zip(PANEL_COLUMN) {
+                    *out = float(scale.dtype, data, first + c);
+                }
+            }
+            Span::Block => {
+                let part = &matrix.parts[part_at];
+                let columns = matrix.scale_columns(scale) as usize;
+                let column = self.k0 as u64 / matrix.block[1];
+                let base = matrix.scale_index(scale, part.start, column) as usize;
+                for (out, c) in out[0].iter_mut().zip(PANEL_COLUMN) {
+                    // Rows of padding have no blocks; any scale does, since nobody reads their products.
+                    let row = ((first + c) as u64 - part.start).min(part.rows - 1);
+                    *out = float(scale.dtype, data, base + (row / matrix.block[0]) as usize * columns);
+                }
+            }
+        }
+    }
+
+    /// Plane 0: floats, plane 1: zero points in bytes. The codes are taken relative to `middle` of their range, so that
+    /// `m = (middle - zero) * d` stays small.
+    fn scale_and_zero(&self, middle: f32, scales: &mut Scales) {
+        self.floats(0, &mut scales.d);
+        self.bytes(1, |zero| middle - f32::from(zero), &mut scales.m);
+        for (m, d) in scales.m.as_flattened_mut().iter_mut().zip(scales.d.as_flattened()) {
+            *m *= d;
+        }
+    }
+
     /// The f32 of the part that the tile column belongs to.
     fn part_f32(&self, plane: usize) -> f32 {
         let part = self.weight.matrix.part_of((self.tile_n * TILE_N) as u64);
         let s = &self.weight.scales[plane][4 * part..4 * part + 4];
         f32::from_le_bytes([s[0], s[1], s[2], s[3]])
     }
+}
+
+/// Element `i` of a plane, as f32.
+fn float(dtype: ScaleType, data: &[u8], i: usize) -> f32 {
+    match dtype {
+        ScaleType::F32 => FloatType::F32.get(data, i),
+        ScaleType::F16 => FloatType::F16.get(data, i),
+        ScaleType::Bf16 => FloatType::Bf16.get(data, i),
+        ScaleType::E4M3 => E4M3[usize::from(data[i])],
+        ScaleType::E8M0 => e8m0(data[i]),
+        ScaleType::U8 => f32::from(data[i]),
+        ScaleType::I8 => f32::from(data[i].cast_signed()),
+    }
+}
+
+/// Plane 0: scales of any kind.
+fn scale_alone(strip: StripPlace<'_, '_>, scales: &mut Scales) {
+    strip.floats(0, &mut scales.d);
 }
 
 /// Plane 0: f16 scales.
@@ -173,25 +263,4 @@ fn scale_f16(strip: StripPlace<'_, '_>, scales: &mut Scales) {
 fn scale_and_min_f16(strip: StripPlace<'_, '_>, scales: &mut Scales) {
     strip.f16(0, &mut scales.d);
     strip.f16(1, &mut scales.m);
-}
-
-/// Scales of any plane by the geometry's own index, for spans that change rarely.
-#[allow(dead_code)]
-pub(crate) fn scale_by_index(
-    weight: &TiledWeight<'_>,
-    plane: usize,
-    tile_n: usize,
-    column: usize,
-    get: impl Fn(&[u8], usize) -> f32,
-    out: &mut [f32; TILE_N],
-) {
-    let scale = &weight.matrix.spec.scales[plane];
-    for (value, c) in out.iter_mut().zip(PANEL_COLUMN) {
-        let row = tile_n * TILE_N + c;
-        let part = &weight.matrix.parts[weight.matrix.part_of(row as u64)];
-        // Rows of padding have no blocks of their own; any scale does, since nobody reads their products.
-        let row = (row as u64).min(part.start + part.rows - 1);
-        let at = weight.matrix.scale_index(scale, row, column as u64) as usize;
-        *value = get(weight.scales[plane], at);
-    }
 }

@@ -108,6 +108,8 @@ impl FloatType {
 }
 
 /// A matrix, N out-features by K in-features, in one of the forms that a bundle stores.
+// A model holds a few per layer, and passes them by reference.
+#[allow(clippy::large_enum_variant)]
 #[derive(Clone, Debug)]
 pub enum Weight<'a> {
     /// Planes in tile order.
@@ -143,8 +145,8 @@ impl Weight<'_> {
         }
     }
 
-    /// Decodes one row, `[K]`, as a product's column `row` sees it: counted with the padding of earlier parts.
-    /// Writes all of `out`.
+    /// Decodes one row, `[K]`, as a product's column `row` sees it: counted with the padding of earlier parts. A row of
+    /// padding is unspecified. Writes all of `out`.
     ///
     /// # Panics
     /// Where `row` is beyond the matrix or `out` is not of length K.
@@ -355,7 +357,7 @@ impl<'a> TiledWeight<'a> {
     }
 
     fn decode_row(&self, row: usize, out: &mut [f32]) {
-        self.decode_strip(row, 0, &mut StripScratch::default(), out);
+        self.decode_strip(self.readable_row(row), 0, &mut StripScratch::default(), out);
     }
 }
 

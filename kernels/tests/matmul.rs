@@ -8,8 +8,15 @@ use common::{Random, RandomMatrix, assert_close};
 use vt_bundle::encoding::{self, EncodingSpec, Span};
 use vt_kernels::{Activations, Context, FloatType, Isa, MatmulScratch, RowsWeight, Weight, matmul, reference};
 
-/// Encodings under test and a group size for each.
-fn encodings() -> Vec<(&'static EncodingSpec, usize)> {
+/// An encoding under test.
+struct Case {
+    spec: &'static EncodingSpec,
+    /// Group size; 0: the whole of K.
+    group: usize,
+    block: [u64; 2],
+}
+
+fn encodings() -> Vec<Case> {
     let named = [
         ("q4_0.ggml@1", 32),
         ("q4_1.ggml@1", 32),
@@ -28,8 +35,34 @@ fn encodings() -> Vec<(&'static EncodingSpec, usize)> {
         ("nvfp4.modelopt@1", 16),
         ("nvfp4.compressed-tensors@1", 16),
         ("nvfp4.compressed-tensors@1", 32),
+        ("mxfp4@1", 32),
+        ("mxfp8@1", 32),
+        ("fp8.tensor.f32@1", 0),
+        ("fp8.channel.bf16@1", 0),
+        ("fp8.block.f32@1", 0),
+        ("fp8.block.e8m0@1", 0),
+        ("int4.symmetric.f16@1", 32),
+        ("int4.symmetric.bf16@1", 128),
+        ("int4.symmetric.f32@1", 0),
+        ("int8.symmetric.bf16@1", 0),
+        ("int8.symmetric.tensor.f32@1", 0),
+        ("int4.zeros.f16@1", 128),
+        ("int8.zeros.f32@1", 64),
+        ("int4.zeros-minus-one.f16@1", 16),
+        ("int8.zeros-minus-one.bf16@1", 32),
+        // Groups that no strip of a fast kernel fits: the encoding's own formula.
+        ("int4.symmetric.f16@1", 48),
+        ("int4.zeros.bf16@1", 8),
     ];
-    named.map(|(name, group)| (encoding::find(name).unwrap_or_else(|| panic!("no encoding {name}")), group)).to_vec()
+    let mut cases = Vec::new();
+    for (name, group) in named {
+        let spec = encoding::find(name).unwrap_or_else(|| panic!("no encoding {name}"));
+        let has_blocks = spec.scales.iter().any(|plane| plane.span == Span::Block);
+        for block in if has_blocks { &[[128, 128], [5, 96], [64, 40]][..] } else { &[[0, 0]] } {
+            cases.push(Case { spec, group, block: *block });
+        }
+    }
+    cases
 }
 
 fn contexts() -> Vec<Context> {
@@ -45,17 +78,28 @@ fn contexts() -> Vec<Context> {
     contexts
 }
 
-/// Granularity of K.
-fn k_unit(spec: &EncodingSpec, group: usize) -> usize {
-    spec.scales
-        .iter()
-        .map(|plane| match plane.span {
+impl Case {
+    /// Granularity of K.
+    fn k_unit(&self) -> usize {
+        let extents = self.spec.scales.iter().map(|plane| match plane.span {
             Span::Super(span) => span as usize,
-            Span::Group => group,
-            _ => 16,
-        })
-        .max()
-        .unwrap_or(16)
+            Span::Group if self.group > 0 => self.group,
+            _ => 1,
+        });
+        extents.max().unwrap_or(1)
+    }
+
+    /// Whether quantised activations meet integer codes: where a strip of 32, or its halves, share scales.
+    fn is_integer(&self, k: usize) -> bool {
+        let group = self.group;
+        self.spec.encoding != "e4m3" && (group == 0 || group >= k || group == 16 || group.is_multiple_of(32))
+    }
+
+    fn matrix(&self, k: usize, parts: &[u64], random: &mut Random) -> RandomMatrix {
+        let grouped = self.spec.scales.iter().any(|plane| plane.span == Span::Group);
+        let group = if grouped && self.group == 0 { k } else { self.group };
+        RandomMatrix::new(self.spec, k, parts, group, self.block, random)
+    }
 }
 
 /// Compares one product in both modes on every instruction set.
@@ -96,11 +140,15 @@ fn check(
 #[test]
 fn every_encoding_with_one_row() {
     let mut random = Random(1);
-    for (spec, group) in encodings() {
-        let unit = k_unit(spec, group);
-        for k in [unit, 3 * unit, 5 * unit] {
-            let matrix = RandomMatrix::new(spec, k, &[100, 64, 7], group, [0, 0], &mut random);
-            check(spec.decode, &matrix.weight(), &[0..100, 128..192, 192..199], 1, true, &mut random);
+    for case in encodings() {
+        let unit = case.k_unit();
+        for k in [unit, 3 * unit, 5 * unit, 37 * unit.min(16)] {
+            let k = k.next_multiple_of(unit);
+            // More tile columns than are walked together, and fewer.
+            for (parts, logical) in [(&[100, 64, 7][..], vec![0..100, 128..192, 192..199]), (&[1500], one(1500))] {
+                let matrix = case.matrix(k, parts, &mut random);
+                check(case.spec.decode, &matrix.weight(), &logical, 1, case.is_integer(k), &mut random);
+            }
         }
     }
 }
@@ -108,15 +156,19 @@ fn every_encoding_with_one_row() {
 #[test]
 fn every_encoding_with_many_rows() {
     let mut random = Random(2);
-    for (spec, group) in encodings() {
-        let unit = k_unit(spec, group);
-        for m in [2, 3, 4, 5, 7, 8, 13, 70] {
-            let k = unit * (1 + random.below(if unit > 100 { 2 } else { 6 }));
+    for case in encodings() {
+        let unit = case.k_unit();
+        for m in [2, 3, 4, 5, 7, 8, 9, 13, 70] {
+            let k = unit * (1 + random.below(if unit > 100 { 2 } else { 200 / unit }));
             let n = 1 + random.below(90);
-            let matrix = RandomMatrix::new(spec, k, &[n as u64], group, [0, 0], &mut random);
-            check(spec.decode, &matrix.weight(), &[0..n], m, true, &mut random);
+            let matrix = case.matrix(k, &[n as u64], &mut random);
+            check(case.spec.decode, &matrix.weight(), &one(n), m, case.is_integer(k), &mut random);
         }
     }
+}
+
+fn one(n: usize) -> Vec<std::ops::Range<usize>> {
+    std::iter::once(0..n).collect()
 }
 
 #[test]
@@ -134,7 +186,7 @@ fn rows_of_floats() {
                 }
             }
             let weight = Weight::Rows(RowsWeight::new(dtype, n, k, &data).unwrap());
-            check(&format!("{dtype:?}"), &weight, &[0..n], m, false, &mut random);
+            check(&format!("{dtype:?}"), &weight, &one(n), m, false, &mut random);
         }
     }
 }
