@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use vt_bundle::tile::{TILE_K, TILE_N};
+use vt_bundle::tile::{CodePlane, TILE_K, TILE_N};
 
 use crate::context::{Context, Isa};
 use crate::fragment::{FRAGMENT_ROW, PANEL_COLUMN};
@@ -10,7 +10,7 @@ use crate::matmul::Activations;
 use crate::pool::ColumnBlock;
 use crate::quantise::Quantised;
 use crate::recipe::{Codes, Recipe, STRIP_K, StripPlace};
-use crate::simd::{self, Acc, ActivationRows, CodePanel, FloatPanel, Scales, Strip, TILE_QUADS};
+use crate::simd::{self, Acc, ActivationRows, CodePanel, DirectAcc, FloatPanel, Scales, Strip, TILE_QUADS};
 use crate::weight::{StripScratch, TiledWeight};
 
 /// Rows of activations that share one pass over a tile column: their accumulators (16 KiB) stay in the L1 cache.
@@ -52,7 +52,12 @@ pub(super) fn matmul(
         }
         _ => Input::Float(x),
     };
-    if m <= FEW_M {
+    let nibbles = matches!(weight.matrix.spec.codes, [CodePlane { bits: 4, shift: 0, .. }]);
+    if let (1, true, Input::Integer(x)) = (m, nibbles, input) {
+        cx.pool().columns(out, stride, TILE_N, |block| {
+            Pass::new(isa, weight, recipe, input, block.columns(), TOGETHER).run_row(x, block);
+        });
+    } else if m <= FEW_M {
         cx.pool().columns(out, stride, TILE_N, |block| {
             let mut acc = [Acc([0.0; TILE_N]); TOGETHER * FEW_M];
             Pass::new(isa, weight, recipe, input, block.columns(), TOGETHER).run::<TOGETHER>(block, &mut acc);
@@ -114,9 +119,12 @@ impl<'p, 'w> Pass<'p, 'w> {
                 simd::prefetch(self.isa, self.weight.tile(plane, tile_k, tile_n));
             }
         }
+        let halves = if self.recipe.halves { 2 } else { 1 };
         for plane in 0..spec.scales.len() {
-            if let Some(row) = self.weight.scale_row(plane, strip * STRIP_K, tile_n) {
-                simd::prefetch(self.isa, row);
+            for half in 0..halves {
+                if let Some(row) = self.weight.scale_row(plane, strip * STRIP_K + half * TILE_K, tile_n) {
+                    simd::prefetch(self.isa, row);
+                }
             }
         }
     }
@@ -124,12 +132,8 @@ impl<'p, 'w> Pass<'p, 'w> {
     /// Computes the rows of `block`. `acc` has room for the rows times `G`, the columns of a group.
     fn run<const G: usize>(&self, block: &mut ColumnBlock<'_>, acc: &mut [Acc]) {
         let rows = block.rows();
-        let (zero, table) = match self.recipe.codes {
-            Codes::Integer { table, zero } => (zero, table),
-            Codes::E4m3 => (0, None),
-        };
-        let mut scales = [const { Scales::new() }; G];
-        scales.iter_mut().for_each(|s| (s.halves, s.min, s.zero) = (self.recipe.halves, self.recipe.min, zero));
+        let (scales, table) = self.scales();
+        let mut scales = [scales; G];
         let mut panel = CodePanel::new();
         let mut floats = None;
         let ahead = G.max(STRIPS_AHEAD);
@@ -146,17 +150,58 @@ impl<'p, 'w> Pass<'p, 'w> {
                     self.fetch(number + ahead);
                     number += 1;
                     self.unpack(strip, tile_n, table, &mut panel);
-                    let k0 = index * STRIP_K;
-                    if k0.is_multiple_of(self.recipe.reach) {
-                        let place = StripPlace { weight: self.weight, isa: self.isa, tile_n, k0 };
-                        (self.recipe.scales)(place, scales);
-                    }
+                    self.scale(index, tile_n, scales);
                     self.multiply(strip, &panel, scales, &mut floats, rows.clone(), acc);
                 }
             }
             for (tile_n, acc) in group.zip(acc.chunks_exact(rows.len())) {
                 store(self.isa, acc, tile_n, block);
             }
+        }
+    }
+
+    /// [`Pass::run`] for one row of activations and codes of one 4-bit plane.
+    fn run_row(&self, x: ActivationRows<'_>, block: &mut ColumnBlock<'_>) {
+        let (scales, table) = self.scales();
+        let mut scales = [scales; TOGETHER];
+        let mut acc = [DirectAcc::ZERO; TOGETHER];
+        (0..TOGETHER).for_each(|number| self.fetch(number));
+        let mut number = 0;
+        for first in self.columns.clone().step_by(TOGETHER) {
+            let group = first..(first + TOGETHER).min(self.columns.end);
+            acc[..group.len()].fill(DirectAcc::ZERO);
+            for index in 0..self.strips() {
+                let strip = Strip { index, tiles: (self.tiles_k - 2 * index).min(2) };
+                for ((tile_n, acc), scales) in group.clone().zip(&mut acc).zip(&mut scales) {
+                    self.fetch(number + TOGETHER);
+                    number += 1;
+                    self.scale(index, tile_n, scales);
+                    // An odd number of tiles: the second is not used.
+                    let second = 2 * index + strip.tiles - 1;
+                    let tiles = [2 * index, second].map(|tile_k| self.weight.tile(0, tile_k, tile_n));
+                    simd::dot_direct(self.isa, tiles, table, scales, strip, &x, 0, acc);
+                }
+            }
+            for (tile_n, direct) in group.zip(&acc) {
+                store(self.isa, &[simd::gather_direct(self.isa, direct)], tile_n, block);
+            }
+        }
+    }
+
+    /// Scales that are still to be filled in, and the table of codes.
+    fn scales(&self) -> (Scales, Option<&'static [u8; 16]>) {
+        let (zero, table) = match self.recipe.codes {
+            Codes::Integer { table, zero } => (zero, table),
+            Codes::E4m3 => (0, None),
+        };
+        (Scales::new(self.recipe.halves, self.recipe.min, zero), table)
+    }
+
+    /// Fills in the scales of a strip where they are not those of the strip before.
+    fn scale(&self, index: usize, tile_n: usize, scales: &mut Scales) {
+        let k0 = index * STRIP_K;
+        if k0.is_multiple_of(self.recipe.reach) {
+            (self.recipe.scales)(StripPlace { weight: self.weight, isa: self.isa, tile_n, k0 }, scales);
         }
     }
 

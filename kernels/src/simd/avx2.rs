@@ -4,7 +4,9 @@ use std::ops::Range;
 
 use vt_bundle::tile::TILE_N;
 
-use super::{Acc, ActivationRows, CodePanel, FloatPanel, ROWS_M, ROWS_N, Scales, Strip, TILE_QUADS, portable};
+use super::{
+    Acc, ActivationRows, CodePanel, DirectAcc, FloatPanel, ROWS_M, ROWS_N, Scales, Strip, TILE_QUADS, portable,
+};
 use crate::weight::RowsWeight;
 
 super::elementwise::instances!(true, #[target_feature(enable = "avx2,fma,f16c")]);
@@ -84,4 +86,22 @@ pub(super) fn dot_rows(
 #[target_feature(enable = "avx2,fma,f16c")]
 pub(super) fn widen_f16(bits: &[u16], out: &mut [f32]) {
     portable::widen_f16(bits, out)
+}
+
+#[target_feature(enable = "avx2,fma,f16c")]
+pub(super) fn dot_direct(
+    tiles: [&[u8]; 2],
+    table: Option<&[u8; 16]>,
+    scales: &Scales,
+    strip: Strip,
+    x: &ActivationRows<'_>,
+    row: usize,
+    acc: &mut DirectAcc,
+) {
+    portable::dot_direct(tiles, table, scales, strip, x, row, acc)
+}
+
+#[target_feature(enable = "avx2,fma,f16c")]
+pub(super) fn gather_direct(direct: &DirectAcc) -> Acc {
+    portable::gather_direct(direct)
 }

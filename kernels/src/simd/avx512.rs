@@ -10,7 +10,7 @@ use std::ops::Range;
 
 use vt_bundle::tile::{ScaleOrder, TILE_K, TILE_N};
 
-use super::{Acc, ActivationRows, CodePanel, FloatPanel, ROWS_M, ROWS_N, Scales, Strip, TILE_QUADS};
+use super::{Acc, ActivationRows, CodePanel, DirectAcc, FloatPanel, ROWS_M, ROWS_N, Scales, Strip, TILE_QUADS};
 use crate::fragment::{FRAGMENT_ROW, PANEL_COLUMN};
 use crate::quantise::{ACTIVATION_BLOCK, scale_of};
 use crate::recipe::STRIP_K;
@@ -358,6 +358,130 @@ fn dot_integer_rows<const R: usize>(
 #[inline]
 fn quad_bits([a, b, c, d]: [i8; 4]) -> i32 {
     i32::from_le_bytes([a.cast_unsigned(), b.cast_unsigned(), c.cast_unsigned(), d.cast_unsigned()])
+}
+
+#[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
+pub(super) fn dot_direct(
+    tiles: [&[u8]; 2],
+    table: Option<&[u8; 16]>,
+    scales: &Scales,
+    strip: Strip,
+    x: &ActivationRows<'_>,
+    row: usize,
+    acc: &mut DirectAcc,
+) {
+    match table {
+        None => dot_direct_of::<false>(tiles, &[0; 16], scales, strip, x, row, acc),
+        Some(table) => dot_direct_of::<true>(tiles, table, scales, strip, x, row, acc),
+    }
+}
+
+#[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
+#[inline]
+fn dot_direct_of<const TABLE: bool>(
+    tiles: [&[u8]; 2],
+    table: &[u8; 16],
+    scales: &Scales,
+    strip: Strip,
+    x: &ActivationRows<'_>,
+    row: usize,
+    acc: &mut DirectAcc,
+) {
+    let start = row * x.k + strip.index * STRIP_K;
+    if strip.tiles == 2 && !scales.halves && ACTIVATION_BLOCK == STRIP_K {
+        direct_tiles::<TABLE, 2>(tiles, table, scales, 0, x, start, acc);
+    } else {
+        for tile in 0..strip.tiles {
+            let at = if scales.halves { tile } else { 0 };
+            direct_tiles::<TABLE, 1>([tiles[tile]; 2], table, scales, at, x, start + tile * TILE_K, acc);
+        }
+    }
+}
+
+/// The first `TILES` tiles, which share scale `at`; `start` is the first of their activations.
+#[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
+#[inline]
+fn direct_tiles<const TABLE: bool, const TILES: usize>(
+    tiles: [&[u8]; 2],
+    table: &[u8; 16],
+    scales: &Scales,
+    at: usize,
+    x: &ActivationRows<'_>,
+    start: usize,
+    acc: &mut DirectAcc,
+) {
+    let (low, high, mask) = (indices(&SHIFTS_LOW), indices(&SHIFTS_HIGH), _mm512_set1_epi8(15));
+    // SAFETY: 16 readable bytes.
+    let table = _mm512_broadcast_i32x4(unsafe { _mm_loadu_si128(table.as_ptr().cast()) });
+    let factor = x.scales[start / ACTIVATION_BLOCK];
+    let scale = _mm512_set1_ps(factor);
+    let spread = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
+    let zeros = _mm512_set1_epi8(scales.zero as i8);
+    let mut sum = 0;
+    let mut activations = [_mm512_setzero_si512(); TILES];
+    // What the zero point takes off: per quad, as the sums of quads are.
+    let mut offset = _mm512_setzero_si512();
+    for i in 0..TILES {
+        let codes = &x.codes[start + i * TILE_K..start + (i + 1) * TILE_K];
+        // SAFETY: 16 readable bytes.
+        let codes = unsafe { _mm_loadu_si128(codes.as_ptr().cast()) };
+        activations[i] = _mm512_permutexvar_epi32(spread, _mm512_castsi128_si512(codes));
+        offset = _mm512_dpbusd_epi32(offset, zeros, activations[i]);
+        sum += x.sums[start / TILE_K + i];
+    }
+    let start_dot = _mm512_sub_epi32(_mm512_setzero_si512(), offset);
+    let words = [tiles[0].as_chunks::<64>().0, tiles[1].as_chunks::<64>().0];
+    for t in 0..8 {
+        let mut dots = [start_dot; 2];
+        for i in 0..TILES {
+            let word = load_u8(&words[i][t]);
+            let mut a = _mm512_and_si512(_mm512_multishift_epi64_epi8(low, word), mask);
+            let mut b = _mm512_and_si512(_mm512_multishift_epi64_epi8(high, word), mask);
+            if TABLE {
+                (a, b) = (_mm512_shuffle_epi8(table, a), _mm512_shuffle_epi8(table, b));
+            }
+            dots[0] = _mm512_dpbusd_epi32(dots[0], a, activations[i]);
+            dots[1] = _mm512_dpbusd_epi32(dots[1], b, activations[i]);
+        }
+        for h in 0..2 {
+            // The same four columns for each of the four quads.
+            // SAFETY: positions 32 h + 4 t to 32 h + 4 t + 3 are within the 64.
+            let d = unsafe { _mm_loadu_ps(scales.d[at].as_ptr().add(32 * h + 4 * t)) };
+            let d = _mm512_mul_ps(_mm512_broadcast_f32x4(d), scale);
+            let acc = acc.words[h][t].as_flattened_mut();
+            if let Some(acc) = acc.first_chunk_mut::<LANES>() {
+                store_f32(acc, _mm512_fmadd_ps(_mm512_cvtepi32_ps(dots[h]), d, load_f32(acc)));
+            }
+        }
+    }
+    if scales.min {
+        let sum = _mm512_set1_ps(sum as f32 * factor);
+        let m = quarters(&scales.m[at]);
+        for (terms, m) in quarters_mut(&mut acc.terms).iter_mut().zip(m) {
+            store_f32(terms, _mm512_fmadd_ps(load_f32(m), sum, load_f32(terms)));
+        }
+    }
+}
+
+#[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
+pub(super) fn gather_direct(direct: &DirectAcc) -> Acc {
+    let mut acc = Acc(direct.terms);
+    for h in 0..2 {
+        for t in 0..8 {
+            let mut sum = _mm_setzero_ps();
+            for quad in &direct.words[h][t] {
+                // SAFETY: 4 readable floats.
+                sum = _mm_add_ps(sum, unsafe { _mm_loadu_ps(quad.as_ptr()) });
+            }
+            let at = 32 * h + 4 * t;
+            // SAFETY: positions at to at + 3 are within the 64.
+            unsafe {
+                let to = acc.0.as_mut_ptr().add(at);
+                _mm_storeu_ps(to, _mm_add_ps(_mm_loadu_ps(to), sum));
+            }
+        }
+    }
+    acc
 }
 
 #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]

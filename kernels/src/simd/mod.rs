@@ -53,7 +53,7 @@ impl FloatPanel {
 
 /// Scales of one strip and panel, in panel order.
 #[repr(C, align(64))]
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Copy)]
 pub(crate) struct Scales {
     /// Factors, per tile of the strip where `halves` is set, else only the first.
     pub d: [[f32; TILE_N]; 2],
@@ -69,8 +69,8 @@ pub(crate) struct Scales {
 
 impl Scales {
     /// All scales 0.
-    pub const fn new() -> Self {
-        Self { d: [[0.0; TILE_N]; 2], m: [[0.0; TILE_N]; 2], halves: false, min: false, zero: 0 }
+    pub const fn new(halves: bool, min: bool, zero: i32) -> Self {
+        Self { d: [[0.0; TILE_N]; 2], m: [[0.0; TILE_N]; 2], halves, min, zero }
     }
 }
 
@@ -78,6 +78,20 @@ impl Scales {
 #[repr(C, align(64))]
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Acc(pub [f32; TILE_N]);
+
+/// Accumulators of one row of activations as the words of a 4-bit tile have them: `[h][t][q][j]` for the sum over quads
+/// `q` of column `16 j + 8 h + t`. Additive terms are in panel order.
+#[repr(C, align(64))]
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct DirectAcc {
+    pub words: [[[[f32; 4]; 4]; 8]; 2],
+    pub terms: [f32; TILE_N],
+}
+
+impl DirectAcc {
+    /// All sums 0.
+    pub const ZERO: Self = Self { words: [[[[0.0; 4]; 4]; 8]; 2], terms: [0.0; TILE_N] };
+}
 
 /// Quantised activations as inner loops see them: rows of `[K]` codes in fragment order with K padded to the strip.
 #[derive(Clone, Copy, Debug)]
@@ -183,6 +197,27 @@ pub(crate) fn dot_integer(
 ) {
     debug_assert!(rows.end * x.k <= x.codes.len() && rows.len() <= acc.len());
     dispatch!(isa, dot_integer(panel, scales, strip, x, rows, acc))
+}
+
+/// [`dot_integer`] of one row of activations with 4-bit tiles as they are, each quad of a column by itself: a row alone
+/// does not repay the work of bringing the quads together.
+#[allow(clippy::too_many_arguments)]
+pub(crate) fn dot_direct(
+    isa: Isa,
+    tiles: [&[u8]; 2],
+    table: Option<&[u8; 16]>,
+    scales: &Scales,
+    strip: Strip,
+    x: &ActivationRows<'_>,
+    row: usize,
+    acc: &mut DirectAcc,
+) {
+    dispatch!(isa, dot_direct(tiles, table, scales, strip, x, row, acc))
+}
+
+/// Brings the quads of [`dot_direct`] together.
+pub(crate) fn gather_direct(isa: Isa, direct: &DirectAcc) -> Acc {
+    dispatch!(isa, gather_direct(direct))
 }
 
 /// Adds the product of the first `len` rows (in order of K, not of fragments) of a strip with activations to `acc`.

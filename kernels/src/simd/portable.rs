@@ -6,7 +6,9 @@ use half::f16;
 use vt_bundle::float8::E4M3;
 use vt_bundle::tile::{ScaleOrder, TILE_K, TILE_N};
 
-use super::{Acc, ActivationRows, CodePanel, FloatPanel, ROWS_M, ROWS_N, STRIP_QUADS, Scales, Strip, TILE_QUADS};
+use super::{
+    Acc, ActivationRows, CodePanel, DirectAcc, FloatPanel, ROWS_M, ROWS_N, STRIP_QUADS, Scales, Strip, TILE_QUADS,
+};
 use crate::fragment::{FRAGMENT_ROW, PANEL_COLUMN};
 use crate::quantise::{ACTIVATION_BLOCK, scale_of};
 use crate::recipe::STRIP_K;
@@ -131,6 +133,49 @@ pub(super) fn dot_integer(
             }
         }
     }
+}
+
+pub(super) fn dot_direct(
+    tiles: [&[u8]; 2],
+    table: Option<&[u8; 16]>,
+    scales: &Scales,
+    strip: Strip,
+    x: &ActivationRows<'_>,
+    row: usize,
+    acc: &mut DirectAcc,
+) {
+    let code = |nibble: u8| i32::from(table.map_or(nibble, |table| table[usize::from(nibble)]));
+    for (half, part) in segments(scales, strip).enumerate() {
+        let start = row * x.k + strip.index * STRIP_K + part.start * TILE_K;
+        let scale = x.scales[start / ACTIVATION_BLOCK];
+        let at = if scales.halves { half } else { 0 };
+        for (i, tile) in tiles[part.clone()].iter().enumerate() {
+            let quads = x.codes[start + i * TILE_K..start + (i + 1) * TILE_K].as_chunks::<4>().0;
+            for (word, bytes) in tile.as_chunks::<4>().0.iter().enumerate() {
+                let (t, q, j) = (word / 16, word / 4 % 4, word % 4);
+                for h in 0..2 {
+                    let codes = [bytes[h] & 15, bytes[h] >> 4, bytes[2 + h] & 15, bytes[2 + h] >> 4];
+                    let dot: i32 =
+                        codes.iter().zip(quads[q]).map(|(c, a)| (code(*c) - scales.zero) * i32::from(a)).sum();
+                    acc.words[h][t][q][j] += dot as f32 * (scales.d[at][32 * h + 4 * t + j] * scale);
+                }
+            }
+        }
+        if scales.min {
+            let sum: i32 = x.sums[start / TILE_K..start / TILE_K + part.len()].iter().sum();
+            let sum = sum as f32 * scale;
+            acc.terms.iter_mut().zip(&scales.m[at]).for_each(|(value, m)| *value += m * sum);
+        }
+    }
+}
+
+pub(super) fn gather_direct(direct: &DirectAcc) -> Acc {
+    let mut acc = Acc(direct.terms);
+    for (p, value) in acc.0.iter_mut().enumerate() {
+        let (h, t, j) = (p / 32, p / 4 % 8, p % 4);
+        *value += direct.words[h][t].iter().map(|quad| quad[j]).sum::<f32>();
+    }
+    acc
 }
 
 /// The tiles of a strip that share one scale of the weights and one of the activations.
