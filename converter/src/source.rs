@@ -157,7 +157,7 @@ pub struct Checkpoint {
     pub config: serde_json::Value,
     /// What `hf_quant_config.json` says, if it exists.
     pub quant_config: Option<serde_json::Value>,
-    /// Assets for the bundle: name (`tokenizer.json`, `chat_template.jinja`, `generation_config.json`, …) and bytes.
+    /// Assets for the bundle: name (`tokenizer.json`, `chat_template.jinja`, `generation_config.json`, ...) and bytes.
     pub assets: Vec<(String, Vec<u8>)>,
     /// Things the user should know that do not stop the conversion.
     pub warnings: Vec<String>,
