@@ -1,0 +1,91 @@
+#!/usr/bin/env bash
+# Everything that must hold, with warnings as errors. Python packages are installed below .build/; cargo-nextest and
+# cargo-deny are used where they are installed. Options:
+#   --no-python   leave out the official OpenAI client (needs PyPI)
+#   --no-model    leave out what needs the 98 MB model (needs PyPI)
+set -euo pipefail
+cd "$(dirname "$0")"
+
+python=yes
+real_model=yes
+for option in "$@"; do
+    case $option in
+    --no-python) python=no ;;
+    --no-model) real_model=no ;;
+    *)
+        echo "usage: $0 [--no-python] [--no-model]" >&2
+        exit 2
+        ;;
+    esac
+done
+
+say() { printf '\n== %s (%ss)\n' "$*" "$SECONDS" >&2; }
+skip() { printf 'SKIPPED: %s\n' "$*" >&2; }
+
+target=${CARGO_TARGET_DIR:-target}
+case $target in
+/*) ;;
+*) target=$PWD/$target ;;
+esac
+bin=$target/release
+
+say "Formatting"
+cargo fmt --all --check
+
+say "Source is ASCII"
+if LC_ALL=C git grep -nP '[^\x00-\x7F]' -- '*.rs' '*.toml' '*.sh'; then
+    echo "non-ASCII characters in source files" >&2
+    exit 1
+fi
+
+say "Release build of the binaries"
+cargo build --release --locked --bins
+
+say "Lints"
+cargo clippy --workspace --all-targets --locked -- -D warnings
+
+say "Documentation"
+RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps --locked --quiet
+
+if command -v cargo-deny >/dev/null 2>&1; then
+    say "Licences and advisories"
+    cargo deny check licenses bans sources
+else
+    skip "cargo-deny is not installed: licences are not checked"
+fi
+
+if [ $real_model = yes ]; then
+    say "Quickstart, twice: the same answers"
+    ./quickstart.sh
+    first=$(./quickstart.sh)
+    second=$(./quickstart.sh)
+    diff <(echo "$first") <(echo "$second")
+    grep -q "Paris" <<<"$first"
+fi
+
+say "Tests"
+export VT_TEST_BIN_DIR=$bin
+if cargo nextest --version >/dev/null 2>&1; then
+    cargo nextest run --workspace --locked --no-fail-fast
+    cargo test --workspace --locked --doc --quiet
+else
+    cargo test --workspace --locked --no-fail-fast --quiet
+fi
+
+if [ $python = yes ]; then
+    say "The official OpenAI client"
+    venv=.build/venv
+    [ -x $venv/bin/python ] || python3 -m venv $venv
+    $venv/bin/python -m pip install --quiet --disable-pip-version-check --requirement tests/openai/requirements.txt
+    if [ $real_model = yes ]; then
+        served=.build/smollm2
+    else
+        python3 fixtures/make_tiny.py .build/tiny nvfp4
+        rm -rf .build/tiny/bundle
+        "$bin/vt-convert" .build/tiny/nvfp4 .build/tiny/bundle --quiet
+        served=.build/tiny/bundle
+    fi
+    VT_RUN=$bin/vt-run VT_BUNDLE=$served $venv/bin/python -m pytest --quiet tests/openai
+fi
+
+say "All of it holds"
