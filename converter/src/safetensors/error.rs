@@ -232,7 +232,7 @@ pub enum SafetensorsError {
         total: usize,
     },
     /// The index says a tensor is in a shard that does not have it.
-    #[error("{}: {count} tensors are not in the shard that the index names; the first is {tensor}, expected in {file}{}", index.display(),
+    #[error("{}: tensors that are not in the shard that the index names: {count}; the first is {tensor}, expected in {file}{}", index.display(),
         match elsewhere { Some(f) => format!(" but found in {f}"), None => String::from(" and found in no shard") })]
     IndexTensor {
         /// The index.

@@ -114,7 +114,7 @@ fn table(
     }
     if let Some(first) = twice.first() {
         warnings.push(format!(
-            "{} tensors are in several shards (the first is {first}); the copy that the index names is used",
+            "tensors in several shards: {} (the first is {first}); the copy that the index names is used",
             twice.len()
         ));
     }
@@ -124,7 +124,7 @@ fn table(
         unlisted.sort_unstable();
         if let Some(first) = unlisted.first() {
             warnings.push(format!(
-                "{} does not list {} tensors of its shards (the first is {first}); they are kept",
+                "{} leaves out tensors of its shards: {} (the first is {first}); they are kept",
                 index.name,
                 unlisted.len()
             ));

@@ -403,7 +403,7 @@ fn leftovers(table: &Table<'_>, warnings: &mut Vec<String>) -> (Vec<usize>, Vec<
     }
     if let Some(first) = orphans.first() {
         warnings.push(format!(
-            "{} scales belong to no quantised weight (the first is {first}); they are kept but not used",
+            "scales that belong to no quantised weight: {} (the first is {first}); they are kept but not used",
             orphans.len()
         ));
     }
