@@ -1,10 +1,10 @@
 //! Everything about text that a bundle says: tokenizer, special tokens, chat template, when to stop.
 
 use super::chat_template::{ChatInput, ChatTemplate};
-use super::{TextError, Tokenizer};
+use super::{Grammars, TextError, Tokenizer};
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 /// The text assets of a bundle, as bytes.
 #[derive(Debug, Clone, Copy)]
@@ -47,6 +47,7 @@ pub struct BundleText {
     add_bos: Option<bool>,
     stop_token_ids: BTreeSet<u32>,
     defaults: SamplingDefaults,
+    grammars: OnceLock<Result<Grammars, String>>,
 }
 
 impl BundleText {
@@ -94,6 +95,7 @@ impl BundleText {
             stop_token_ids,
             defaults: sampling_defaults(&generation_config),
             special_tokens,
+            grammars: OnceLock::new(),
         })
     }
 
@@ -130,6 +132,17 @@ impl BundleText {
     /// The author's recommended sampling.
     pub fn sampling_defaults(&self) -> SamplingDefaults {
         self.defaults
+    }
+
+    /// The compiler of grammars, built when it is first needed: most servers never do.
+    ///
+    /// # Errors
+    /// [`TextError::Grammar`] where the vocabulary cannot be used.
+    pub fn grammars(&self) -> Result<&Grammars, TextError> {
+        let built = self
+            .grammars
+            .get_or_init(|| Grammars::new(&self.tokenizer, &self.stop_token_ids).map_err(|error| error.to_string()));
+        built.as_ref().map_err(|reason| TextError::Grammar(reason.clone()))
     }
 
     /// Tokens of a raw prompt: what the tokenizer adds is added, and a BOS exactly once where the

@@ -3,6 +3,7 @@
 
 pub mod chat_template;
 pub mod detokenizer;
+pub mod grammar;
 pub mod output;
 pub mod python_json;
 pub mod stop;
@@ -15,6 +16,7 @@ mod bundle_text;
 pub use bundle_text::{BundleText, TextAssets};
 pub use chat_template::ChatTemplate;
 pub use detokenizer::{Detokenizer, TextPiece};
+pub use grammar::{Grammar, Grammars};
 pub use output::{OutputEvent, OutputOptions, OutputStream};
 pub use stop::StopMatcher;
 pub use tokenizer::Tokenizer;
@@ -45,6 +47,9 @@ pub enum TextError {
     /// The chat template could not be rendered.
     #[error("the chat template failed: {0}")]
     Template(String),
+    /// A grammar for the output is not valid, or too large.
+    #[error("the output grammar cannot be used: {0}")]
+    Grammar(String),
     /// The chat template ran longer, or wrote more, than any honest template does.
     #[error("the chat template exceeded its limit of {limit} {what}")]
     TemplateLimit {
