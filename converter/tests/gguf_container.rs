@@ -1,8 +1,11 @@
 //! The container parser against whole files: hostile and unusual ones, and small ones built here.
 
+mod raw_gguf;
+
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+use raw_gguf::Raw;
 use vt_convert::dequant::ggml::check_blocks;
 use vt_convert::gguf::GgufError;
 use vt_convert::gguf::container::{Header, parse};
@@ -156,49 +159,6 @@ fn metadata_of_every_type_is_read() {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Files built here, so that the parser is proven without the shared folder.
-
-/// Writes GGUF bytes field by field, valid or not.
-#[derive(Clone, Default)]
-struct Raw(Vec<u8>);
-
-impl Raw {
-    fn header(version: u32, tensors: u64, keys: u64) -> Self {
-        let mut raw = Raw(b"GGUF".to_vec());
-        raw.0.extend(version.to_le_bytes());
-        raw.0.extend(tensors.to_le_bytes());
-        raw.0.extend(keys.to_le_bytes());
-        raw
-    }
-
-    fn u32(mut self, v: u32) -> Self {
-        self.0.extend(v.to_le_bytes());
-        self
-    }
-
-    fn u64(mut self, v: u64) -> Self {
-        self.0.extend(v.to_le_bytes());
-        self
-    }
-
-    fn str(self, v: &[u8]) -> Self {
-        let mut raw = self.u64(v.len() as u64);
-        raw.0.extend(v);
-        raw
-    }
-
-    fn info(mut self, name: &[u8], ne: &[u64], kind: u32, offset: u64) -> Self {
-        self = self.str(name).u32(ne.len() as u32);
-        for d in ne {
-            self = self.u64(*d);
-        }
-        self.u32(kind).u64(offset)
-    }
-
-    fn data(mut self, len: usize) -> Vec<u8> {
-        self.0.resize(self.0.len().next_multiple_of(32) + len, 0);
-        self.0
-    }
-}
 
 fn refusal(bytes: &[u8]) -> GgufError {
     match parse("t.gguf", bytes) {
