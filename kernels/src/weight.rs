@@ -10,7 +10,7 @@ use vt_bundle::layout::{PlaneKind, TiledMatrix};
 use vt_bundle::tile::{TILE_K, TILE_N};
 
 use crate::fragment;
-use crate::recipe::Recipe;
+use crate::recipe::{Codes, Recipe};
 
 /// Code planes per encoding, at most.
 pub const MAX_CODE_PLANES: usize = 3;
@@ -132,6 +132,14 @@ impl Weight<'_> {
         match self {
             Weight::Tiled(w) => w.matrix.padded_n() as usize,
             Weight::Rows(w) => w.n,
+        }
+    }
+
+    /// Whether products quantise activations under [`Activations::Int8`](crate::Activations::Int8).
+    pub fn takes_int8(&self) -> bool {
+        match self {
+            Weight::Tiled(w) => w.recipe.as_ref().is_some_and(|r| matches!(r.codes, Codes::Integer { .. })),
+            Weight::Rows(_) => false,
         }
     }
 

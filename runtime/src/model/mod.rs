@@ -9,6 +9,7 @@ pub mod cpu;
 pub mod graph;
 
 mod experts;
+mod pair;
 mod project;
 mod workspace;
 

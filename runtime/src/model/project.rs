@@ -3,6 +3,7 @@
 //! Axes: T tokens, K in-features, N out-features.
 
 use super::graph::{Projection, ProjectionOutput};
+use super::pair::PairBuffers;
 use crate::load::{HostArena, LoadedBundle};
 use vt_kernels::activation::add_bias;
 use vt_kernels::{Activations, Context, MatmulScratch, matmul};
@@ -11,6 +12,7 @@ use vt_kernels::{Activations, Context, MatmulScratch, matmul};
 #[derive(Debug)]
 pub(super) struct ProjectionScratch {
     matmul: MatmulScratch,
+    pair: PairBuffers,
     /// `[T, K]`: the input times an input scale.
     scaled: Vec<f32>,
     /// `[T, stride]` of a product that is one of several.
@@ -21,9 +23,10 @@ pub(super) struct ProjectionScratch {
 
 impl ProjectionScratch {
     /// Buffers of the given numbers of elements.
-    pub(super) fn new(scaled: usize, product: usize, low_rank: usize) -> Self {
+    pub(super) fn new(pair: PairBuffers, scaled: usize, product: usize, low_rank: usize) -> Self {
         Self {
             matmul: MatmulScratch::default(),
+            pair,
             scaled: vec![0.0; scaled],
             product: vec![0.0; product],
             low_rank: vec![0.0; low_rank],
@@ -65,11 +68,18 @@ impl<A: HostArena> Compute<'_, A> {
                     &scratch.scaled[..x.len()]
                 }
             };
+            let mut multiply = |out: &mut [f32]| {
+                if projection.paired && self.activations == Activations::Int8 && weight.takes_int8() {
+                    scratch.pair.matmul(self.cx, &weight, input, &mut scratch.matmul, out);
+                } else {
+                    matmul(self.cx, &weight, input, self.activations, &mut scratch.matmul, out);
+                }
+            };
             if projection.direct {
-                matmul(self.cx, &weight, input, self.activations, &mut scratch.matmul, out);
+                multiply(out);
             } else {
                 let result = &mut scratch.product[..tokens * product.stride];
-                matmul(self.cx, &weight, input, self.activations, &mut scratch.matmul, result);
+                multiply(result);
                 for output in projection.outputs.iter().filter(|o| o.product == index) {
                     let rows = result.chunks_exact(product.stride).zip(out.chunks_exact_mut(projection.stride));
                     for (from, to) in rows {

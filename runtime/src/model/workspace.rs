@@ -4,6 +4,7 @@
 
 use super::config::ModelConfig;
 use super::graph::{FeedForward, GatedMlp, Graph, Projection};
+use super::pair::{PAIR_ROWS, PairBuffers};
 use super::project::ProjectionScratch;
 use vt_kernels::rope::Rotation;
 
@@ -59,6 +60,8 @@ struct Sizes {
     product: usize,
     low_rank: usize,
     head: usize,
+    pair_input: usize,
+    pair_output: usize,
     scores: usize,
     choices: usize,
 }
@@ -73,6 +76,8 @@ impl Sizes {
             product: 0,
             low_rank: 0,
             head: 0,
+            pair_input: 0,
+            pair_output: 0,
             scores: 0,
             choices: 0,
         };
@@ -111,6 +116,11 @@ impl Sizes {
                 self.scaled = self.scaled.max(projection.k * tokens);
                 self.vector = self.vector.max(projection.k);
             }
+            if projection.paired {
+                let rows = 2 * PAIR_ROWS.min(tokens);
+                self.pair_input = self.pair_input.max(projection.k * rows);
+                self.pair_output = self.pair_output.max(product.stride * rows);
+            }
             if !projection.direct {
                 self.product = self.product.max(product.stride * tokens);
             }
@@ -140,7 +150,12 @@ impl Workspace {
             block: vec![0.0; stream],
             vector: vec![0.0; sizes.vector],
             rotations: vec![Rotation::default(); config.ropes.len()],
-            scratch: ProjectionScratch::new(sizes.scaled, sizes.product, sizes.low_rank),
+            scratch: ProjectionScratch::new(
+                PairBuffers::new(sizes.pair_input, sizes.pair_output),
+                sizes.scaled,
+                sizes.product,
+                sizes.low_rank,
+            ),
             experts: ExpertBuffers {
                 scores: vec![0.0; sizes.scores],
                 choices: Vec::with_capacity(sizes.choices),
@@ -173,6 +188,7 @@ pub fn workspace_bytes(config: &ModelConfig, tokens: usize, logit_rows: usize) -
     let per_token = 3 * hidden + projected + inner + experts + rotary;
     // Quantised activations: a byte an element, and for every 32 of them a scale and two sums.
     let quantised = hidden.max(inner) * (32 + 4 + 8) / 32;
+    let pairs = 2 * PAIR_ROWS.min(tokens) as u64 * (hidden.max(config.query_rows() as u64) + qkv.max(hidden));
     let head = (logit_rows + HEAD_ROWS) as u64 * tile(config.vocab_size);
-    tokens as u64 * (4 * per_token + quantised) + 4 * head
+    tokens as u64 * (4 * per_token + quantised) + 4 * (pairs + head)
 }

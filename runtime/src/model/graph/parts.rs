@@ -25,6 +25,8 @@ pub struct Projection {
     pub stride: usize,
     /// The only product is the output; otherwise columns are copied from products to the output.
     pub direct: bool,
+    /// Where activations are quantised, they are so as the sum of two 8-bit numbers; what that loses is negligible.
+    pub paired: bool,
 }
 
 /// One matrix product.
@@ -215,7 +217,7 @@ impl<'a> Resolver<'a> {
             (stride, direct) = (only.stride, true);
             outputs.iter_mut().for_each(|o| o.column = o.product_column);
         }
-        Ok(Projection { products, outputs, k, stride, direct })
+        Ok(Projection { products, outputs, k, stride, direct, paired: false })
     }
 
     fn low_rank(&mut self, down: &str, up: &str, rows: usize, k: usize) -> Result<LowRankRef, GraphError> {
