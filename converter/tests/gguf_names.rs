@@ -5,6 +5,7 @@ mod raw_gguf;
 use raw_gguf::Keys;
 use serde_json::{Value, json};
 use vt_bundle::row_order::RowOrder;
+use vt_convert::catalog::Storage;
 use vt_convert::gguf::names::{architecture, map_name};
 use vt_convert::gguf::{ModelFacts, catalog, open};
 use vt_convert::source::Checkpoint;
@@ -198,4 +199,37 @@ fn an_architecture_without_a_table_opens_with_a_warning() {
     assert!(checkpoint.warnings.iter().any(|w| w.contains("novel")));
     assert!(checkpoint.warnings.iter().any(|w| w.contains("blk.0.strange.weight")));
     assert_eq!(checkpoint.config["model_type"], "novel");
+}
+
+#[test]
+fn fused_experts_are_cut_into_gate_and_up() {
+    let keys = base("qwen3moe").u32("qwen3moe.expert_count", 2).u32("qwen3moe.expert_used_count", 1);
+    let stack: (&str, &[u64]) = ("blk.0.ffn_gate_up_exps.weight", &[8, 6, 2]);
+    write_and(&keys, &[EMBEDDING, stack], |path| {
+        let (checkpoint, metadata) = open(path).unwrap_or_else(|e| panic!("{e}"));
+        let described = catalog(&checkpoint, &metadata).unwrap_or_else(|e| panic!("{e}"));
+        let pieces: Vec<_> = described
+            .entries
+            .iter()
+            .filter_map(|e| match &e.storage {
+                Storage::Rows { shape, data, .. } if e.name.contains("experts") => {
+                    Some((e.name.as_str(), shape.clone(), data.offset))
+                }
+                _ => None,
+            })
+            .collect();
+        let piece = |expert: u64, name: &str, offset| {
+            (format!("model.layers.0.mlp.experts.{expert}.{name}.weight"), vec![3, 8], offset)
+        };
+        let want =
+            [piece(0, "gate_proj", 0), piece(0, "up_proj", 96), piece(1, "gate_proj", 192), piece(1, "up_proj", 288)];
+        assert_eq!(pieces.len(), 4);
+        for (got, want) in pieces.iter().zip(&want) {
+            assert_eq!((got.0, &got.1, got.2), (want.0.as_str(), &want.1, want.2));
+        }
+    });
+    assert!(
+        refusal(&keys, &[EMBEDDING, ("blk.0.ffn_gate_up_exps.weight", &[8, 5, 2])]).contains("even number of rows")
+    );
+    assert!(refusal(&keys, &[EMBEDDING, ("blk.0.ffn_gate_up_exps.weight", &[8, 6, 3])]).contains("2 experts"));
 }

@@ -68,7 +68,6 @@ proptest! {
         let parts = [PartSource { format, inputs: vec![&data], all_zero: false }];
         let planes: Vec<(PlaneKind, Vec<u8>)> = matrix
             .planes()
-            .into_iter()
             .map(|plane| {
                 let mut bytes = vec![0xAA; matrix.plane_bytes(plane) as usize];
                 pack_tiled(&matrix, &parts, plane, 0, &mut bytes);

@@ -258,7 +258,7 @@ fn run(
         resumed_windows += resumed;
         spaces.push((segments, leaves));
     }
-    let record_hashes = window::hash_records(&plan, &spaces[0].0)?;
+    let record_hashes = window::hash_records(&plan, &spaces[0].0, &spaces[1].0)?;
     let canonical = check::canonicalised(&plan, &checkpoint);
     warnings.extend(canonical.warnings.iter().cloned());
     canonical.warnings.iter().for_each(|w| progress.warn(w));

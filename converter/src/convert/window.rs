@@ -170,14 +170,18 @@ pub fn part_source<'a>(checkpoint: &'a Checkpoint, entry: &'a Entry) -> Option<P
     Some(PartSource { format, inputs, all_zero: *all_zero })
 }
 
-/// BLAKE3 of every expert record, read back from the segments.
+/// BLAKE3 of every expert record, read back from the segments of its address space.
 ///
 /// # Errors
 /// [`BundleError::Io`].
-pub fn hash_records(plan: &Plan, segments: &SegmentWriter) -> Result<Vec<Digest>, BundleError> {
+pub fn hash_records(plan: &Plan, image: &SegmentWriter, cold: &SegmentWriter) -> Result<Vec<Digest>, BundleError> {
     plan.records
         .par_iter()
         .map(|record| {
+            let segments = match record.placement {
+                Placement::Image => image,
+                Placement::Cold => cold,
+            };
             let mut hasher = blake3::Hasher::new();
             let mut buffer = vec![0u8; LEAF_BYTES.min(record.size) as usize];
             let (mut at, end) = (record.offset, record.offset + record.size);

@@ -27,14 +27,21 @@ pub fn catalog(checkpoint: &Checkpoint, metadata: &GgufMetadata) -> Result<Catal
             // Its value is with its matrix; its bytes go to the restore data.
             continue;
         }
-        if mapped.expert_stack && tensor.shape.len() >= 2 {
+        if mapped.expert_stack {
+            // Gate rows, then up rows: two matrices, as where the file holds them apart.
+            let names = match mapped.name.split_once("gate_up_proj") {
+                Some((head, tail)) => vec![format!("{head}gate_proj{tail}"), format!("{head}up_proj{tail}")],
+                None => vec![mapped.name.clone()],
+            };
+            let mut shape = tensor.shape[1..].to_vec();
+            shape[0] /= names.len() as u64;
             let experts = tensor.shape[0];
-            let len = tensor.len / experts;
-            for expert in 0..experts {
-                let name = mapped.name.replace("{}", &expert.to_string());
-                let data = Slice { tensor: index, offset: expert * len, len };
-                let shape = &tensor.shape[1..];
-                catalog.entries.push(entry(checkpoint, tensor, mapped, name, shape, data, expert));
+            let len = tensor.len / experts / names.len() as u64;
+            let pieces = (0..experts).flat_map(|expert| names.iter().map(move |name| (expert, name)));
+            for (piece, (expert, name)) in pieces.enumerate() {
+                let name = name.replace("{}", &expert.to_string());
+                let data = Slice { tensor: index, offset: piece as u64 * len, len };
+                catalog.entries.push(entry(checkpoint, tensor, mapped, name, &shape, data, expert));
             }
         } else {
             // Scales of experts stay one vector beside the stack.
@@ -92,7 +99,7 @@ fn storage(dtype: SourceDtype, shape: &[u64], data: Slice) -> Storage {
         // Every block type of the table is tiled or raw; a test holds the tables together.
         None => ("unknown", data.len / n.max(1)),
     };
-    Storage::Raw { id, name, shape: shape.to_vec(), row_bytes, data }
+    Storage::Raw { id, name, shape: vec![n, k], row_bytes, data }
 }
 
 /// Rows, columns and experts as the metadata say, where the order of rows or the cut depends on them.
@@ -119,6 +126,9 @@ fn check_shape(
     }
     if mapped.expert_stack && (tensor.shape.len() < 2 || rows != facts.experts) {
         return Err(wrong(format!("{} experts in the first axis", facts.experts)));
+    }
+    if mapped.expert_stack && mapped.name.contains("gate_up_proj") && !tensor.shape[1].is_multiple_of(2) {
+        return Err(wrong("an even number of rows per expert: gate, then up".into()));
     }
     if tensor.name == "token_embd.weight" && tensor.shape.last() != Some(&facts.hidden) {
         return Err(wrong(format!("{} columns (embedding_length)", facts.hidden)));

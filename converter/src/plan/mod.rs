@@ -44,6 +44,8 @@ pub struct PlaneSpan {
 /// A record of one expert: the unit that has a hash of its own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RecordSpan {
+    /// Address space that it lies in.
+    pub placement: Placement,
     /// First byte.
     pub offset: u64,
     /// Bytes without the padding to the stride.
@@ -58,7 +60,7 @@ pub struct Plan {
     pub image_bytes: u64,
     /// Bytes of the cold segments.
     pub cold_bytes: u64,
-    /// Expert records of the image, in order of their hashes.
+    /// Expert records, in order of their hashes: those of the image, then those of the cold segments.
     pub records: Vec<RecordSpan>,
     /// Notes for the user.
     pub warnings: Vec<String>,

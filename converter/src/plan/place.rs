@@ -84,6 +84,7 @@ fn place_records(plan: &mut Plan, tensors: Vec<PlannedTensor>, start: u64) -> Op
     let record_size = end.checked_sub(record_offset)?;
     let stride = round_up(record_size, RECORD_ALIGN)?;
     let count = placed.first()?.sources.len() as u64;
+    let placement = placed.first()?.tensor.placement;
     let experts = Experts {
         count,
         record_offset,
@@ -98,7 +99,7 @@ fn place_records(plan: &mut Plan, tensors: Vec<PlannedTensor>, start: u64) -> Op
     }
     for expert in 0..count {
         let offset = record_offset.checked_add(expert.checked_mul(stride)?)?;
-        plan.records.push(RecordSpan { offset, size: record_size });
+        plan.records.push(RecordSpan { placement, offset, size: record_size });
     }
     record_offset.checked_add(count.checked_mul(stride)?)
 }
