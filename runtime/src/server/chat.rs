@@ -1,25 +1,26 @@
 //! `/v1/chat/completions`.
 
 use super::auth::Tenant;
-use super::choices::{ChoiceSet, Usage, timings_json};
+use super::chat_answer::{ChatAnswer, ChatWriter};
+use super::choices::ChoiceSet;
 use super::envelope::Envelope;
 use super::error::{ApiError, body_rejection};
 use super::fields::{Fields, parse_object};
-use super::logprobs::chat_content;
 use super::messages::normalise;
 use super::params::{GenerationParams, MAX_TOP_LOGPROBS};
-use super::sse::{Piece, PieceWriter, respond};
+use super::sse::respond;
 use super::state::{AppState, Served};
+use super::tools::{Dialect, Part, ToolParser, ToolSet};
 use super::work::Workers;
+use crate::engine::FinishReason;
+use crate::text::OutputEvent;
 use crate::text::chat_template::ChatInput;
-use crate::text::output::{OutputEnd, StopCause};
-use crate::text::{OutputEvent, Tokenizer};
+use crate::text::output::{OutputEnd, OutputToken};
 use axum::body::Bytes;
 use axum::extract::rejection::BytesRejection;
 use axum::extract::{Extension, State};
 use axum::response::{IntoResponse, Response};
-use serde_json::{Map, Value, json};
-use std::collections::VecDeque;
+use serde_json::Value;
 use std::sync::Arc;
 
 /// A chat to be answered, from whichever protocol.
@@ -29,6 +30,8 @@ pub struct ChatRequest {
     pub params: GenerationParams,
     /// What the template is given.
     pub input: ChatInput,
+    /// What the model may call.
+    pub tools: ToolSet,
     /// Whether the answer goes on with the last message instead of starting a new one.
     pub continue_final_message: bool,
 }
@@ -56,6 +59,7 @@ impl ChatRequest {
                 add_generation_prompt: fields.boolean("add_generation_prompt")?.unwrap_or(!continue_final_message),
                 extra: fields.object("chat_template_kwargs")?.cloned().unwrap_or_default(),
             },
+            tools: ToolSet::read(fields)?,
             params,
             continue_final_message,
         })
@@ -66,11 +70,13 @@ impl ChatRequest {
     /// # Errors
     /// 400 where the template refuses the messages.
     pub fn prompt(&self, served: &Served) -> Result<Vec<u32>, ApiError> {
+        let mut input = self.input.clone();
+        self.tools.describe(&served.text, &mut input);
         if !self.continue_final_message {
-            return Ok(served.text.encode_chat(&self.input)?);
+            return Ok(served.text.encode_chat(&input)?);
         }
-        let rendered = served.text.render_chat(&self.input)?;
-        let last = self.input.messages.as_array().and_then(|all| all.last());
+        let rendered = served.text.render_chat(&input)?;
+        let last = input.messages.as_array().and_then(|all| all.last());
         let content = last.map_or("", |last| last["content"].as_str().unwrap_or(""));
         let content = content.trim();
         // Everything that the template puts after the last message's text closes that message.
@@ -108,6 +114,8 @@ pub struct RunningChat {
     pub served: Arc<Served>,
     /// The choices.
     pub choices: ChoiceSet,
+    /// Finds calls in their text.
+    pub splitter: Splitter,
     /// Tokens of the prompt.
     pub prompt_tokens: usize,
 }
@@ -115,7 +123,7 @@ pub struct RunningChat {
 /// Renders and encodes a chat and submits its choices.
 ///
 /// # Errors
-/// What the template, the tokenizer or the engine says.
+/// What the template, the tokenizer, the grammar or the engine says.
 pub async fn start(
     workers: &Workers,
     served: Arc<Served>,
@@ -125,13 +133,86 @@ pub async fn start(
     let work = move || {
         let prompt = request.prompt(&served)?;
         let prompt_tokens = prompt.len();
-        let requests = (0..request.params.n)
-            .map(|choice| request.params.request(&served, prompt.clone(), choice, tenant.salt))
+        let template = served.text.tool_template().map_or("", |template| template.source());
+        let dialect = Dialect::of_template(template);
+        let mut params = request.params.clone();
+        if let Some(grammar) = request.tools.grammar(dialect) {
+            params.grammar = Some(grammar);
+        }
+        let requests = (0..params.n)
+            .map(|choice| params.request(&served, prompt.clone(), choice, tenant.salt))
             .collect::<Result<Vec<_>, _>>()?;
-        let choices = ChoiceSet::submit(&served, requests, &request.params.output_options())?;
-        Ok(RunningChat { served, choices, prompt_tokens })
+        let choices = ChoiceSet::submit(&served, requests, &params.output_options())?;
+        let splitter = Splitter { parsers: vec![request.tools.parser(dialect); params.n] };
+        Ok(RunningChat { served, choices, splitter, prompt_tokens })
     };
     workers.run(work).await?
+}
+
+/// What happens to an answer, with calls told from text.
+#[derive(Debug, Clone, PartialEq)]
+pub enum ChatEvent {
+    /// The prompt has been computed.
+    Started {
+        /// Prompt tokens that were in the prefix cache.
+        cached_tokens: usize,
+    },
+    /// More of the answer.
+    Parts {
+        /// Text and calls.
+        parts: Vec<Part>,
+        /// Tokens that the text of the answer completes, those of calls among them.
+        tokens: Vec<OutputToken>,
+    },
+    /// The end.
+    Finished {
+        /// OpenAI's name for why.
+        reason: &'static str,
+        /// All there is to say of it.
+        end: OutputEnd,
+    },
+    /// The engine could not go on.
+    Failed(String),
+}
+
+/// Tells calls from text, for every choice of a chat.
+#[derive(Debug)]
+pub struct Splitter {
+    parsers: Vec<Option<ToolParser>>,
+}
+
+impl Splitter {
+    /// What an event of a choice means.
+    pub fn split(&mut self, choice: usize, event: OutputEvent) -> Vec<ChatEvent> {
+        let parser = self.parsers.get_mut(choice).and_then(Option::as_mut);
+        match event {
+            OutputEvent::Started { cached_tokens, .. } => vec![ChatEvent::Started { cached_tokens }],
+            OutputEvent::Delta { text, tokens } => {
+                let parts = match parser {
+                    Some(parser) => parser.push(&text),
+                    None if text.is_empty() => Vec::new(),
+                    None => vec![Part::Text(text)],
+                };
+                vec![ChatEvent::Parts { parts, tokens }]
+            }
+            OutputEvent::Finished(end) => {
+                let mut events = Vec::new();
+                let mut reason = end.reason.as_str();
+                if let Some(parser) = parser {
+                    let parts = parser.finish();
+                    if !parts.is_empty() {
+                        events.push(ChatEvent::Parts { parts, tokens: Vec::new() });
+                    }
+                    if parser.calls() > 0 && end.reason == FinishReason::Stop {
+                        reason = "tool_calls";
+                    }
+                }
+                events.push(ChatEvent::Finished { reason, end });
+                events
+            }
+            OutputEvent::Failed(reason) => vec![ChatEvent::Failed(reason)],
+        }
+    }
 }
 
 /// The handler.
@@ -153,168 +234,9 @@ pub async fn handle(
     let request = Arc::new(request);
     let running = start(&state.workers, served, Arc::clone(&request), tenant).await?;
     let answer = ChatAnswer::new(envelope, &request, &running);
+    let RunningChat { choices, splitter, .. } = running;
     if request.params.stream {
-        let writer = ChatWriter { answer };
-        return Ok(respond(running.choices, writer, state.config.keep_alive));
+        return Ok(respond(choices, ChatWriter::new(answer, splitter), state.config.keep_alive));
     }
-    Ok(answer.collect(running.choices).await?.into_response())
-}
-
-/// The making of an answer in OpenAI's shape.
-struct ChatAnswer {
-    envelope: Envelope,
-    tokenizer: Arc<Tokenizer>,
-    logprobs: bool,
-    include_usage: bool,
-    timings: bool,
-    usage: Usage,
-}
-
-impl ChatAnswer {
-    fn new(envelope: Envelope, request: &ChatRequest, running: &RunningChat) -> Self {
-        Self {
-            envelope,
-            tokenizer: Arc::clone(running.served.text.tokenizer()),
-            logprobs: request.params.wants_logprobs(),
-            include_usage: request.params.include_usage,
-            timings: request.params.timings,
-            usage: Usage { prompt_tokens: running.prompt_tokens, ..Usage::default() },
-        }
-    }
-
-    /// The whole answer at once.
-    async fn collect(mut self, mut choices: ChoiceSet) -> Result<axum::Json<Value>, ApiError> {
-        let mut parts: Vec<(String, Vec<Value>, Option<OutputEnd>)> = Vec::new();
-        parts.resize_with(choices.len(), Default::default);
-        while let Some((index, event)) = choices.next().await {
-            match event {
-                OutputEvent::Started { cached_tokens, .. } => {
-                    self.usage.cached_tokens = self.usage.cached_tokens.max(cached_tokens);
-                }
-                OutputEvent::Delta { text, tokens } => {
-                    parts[index].0.push_str(&text);
-                    parts[index].1.extend(chat_content(&self.tokenizer, &tokens));
-                }
-                OutputEvent::Finished(end) => {
-                    self.usage.completion_tokens += end.generated_tokens;
-                    parts[index].2 = Some(end);
-                }
-                OutputEvent::Failed(reason) => return Err(ApiError::internal(reason)),
-            }
-        }
-        let mut timings = None;
-        let choices: Vec<Value> = parts
-            .into_iter()
-            .enumerate()
-            .map(|(index, (text, logprobs, end))| {
-                if let Some(end) = &end {
-                    timings = Some(self.timings_of(end));
-                }
-                json!({
-                    "index": index,
-                    "message": {"role": "assistant", "content": text, "refusal": null},
-                    "logprobs": self.logprobs_json(logprobs),
-                    "finish_reason": end.as_ref().map(|end| end.reason.as_str()),
-                    "stop_reason": end.as_ref().map_or(Value::Null, stop_reason),
-                })
-            })
-            .collect();
-        let mut object = self.envelope.object("chat.completion");
-        object.insert("choices".to_owned(), Value::Array(choices));
-        object.insert("usage".to_owned(), self.usage.to_json());
-        if let (true, Some(timings)) = (self.timings, timings) {
-            object.insert("timings".to_owned(), timings);
-        }
-        Ok(axum::Json(Value::Object(object)))
-    }
-
-    fn timings_of(&self, end: &OutputEnd) -> Value {
-        timings_json(&end.timings, self.usage.prompt_tokens, end.generated_tokens)
-    }
-
-    fn logprobs_json(&self, content: Vec<Value>) -> Value {
-        if self.logprobs { json!({"content": content, "refusal": null}) } else { Value::Null }
-    }
-}
-
-/// What ended a choice, vLLM's `stop_reason`: the stop string, the id of a stop token, or null.
-pub fn stop_reason(end: &OutputEnd) -> Value {
-    match &end.cause {
-        Some(StopCause::Text(text)) => json!(text),
-        Some(StopCause::Token(id)) => json!(id),
-        None => Value::Null,
-    }
-}
-
-/// The answer in pieces.
-struct ChatWriter {
-    answer: ChatAnswer,
-}
-
-impl ChatWriter {
-    fn chunk(&self, choices: Value) -> Map<String, Value> {
-        let mut object = self.answer.envelope.object("chat.completion.chunk");
-        object.insert("choices".to_owned(), choices);
-        // OpenAI: null in every piece but the last, and only where usage was asked for.
-        if self.answer.include_usage {
-            object.insert("usage".to_owned(), Value::Null);
-        }
-        object
-    }
-
-    fn delta(&self, index: usize, delta: Value, logprobs: Value) -> Piece {
-        Piece::json(&Value::Object(self.chunk(json!([{
-            "index": index,
-            "delta": delta,
-            "logprobs": logprobs,
-            "finish_reason": null,
-        }]))))
-    }
-}
-
-impl PieceWriter for ChatWriter {
-    fn write(&mut self, choice: usize, event: OutputEvent, out: &mut VecDeque<Piece>) {
-        match event {
-            OutputEvent::Started { cached_tokens, .. } => {
-                let usage = &mut self.answer.usage;
-                usage.cached_tokens = usage.cached_tokens.max(cached_tokens);
-                let delta = json!({"role": "assistant", "content": ""});
-                out.push_back(self.delta(choice, delta, Value::Null));
-            }
-            OutputEvent::Delta { text, tokens } => {
-                let content = chat_content(&self.answer.tokenizer, &tokens);
-                let logprobs = self.answer.logprobs_json(content);
-                // Tokens without text matter to those only who want their probabilities.
-                if !text.is_empty() || self.answer.logprobs {
-                    out.push_back(self.delta(choice, json!({"content": text}), logprobs));
-                }
-            }
-            OutputEvent::Finished(end) => {
-                self.answer.usage.completion_tokens += end.generated_tokens;
-                let mut chunk = self.chunk(json!([{
-                    "index": choice,
-                    "delta": {},
-                    "logprobs": null,
-                    "finish_reason": end.reason.as_str(),
-                    "stop_reason": stop_reason(&end),
-                }]));
-                if self.answer.timings {
-                    chunk.insert("timings".to_owned(), self.answer.timings_of(&end));
-                }
-                out.push_back(Piece::json(&Value::Object(chunk)));
-            }
-            OutputEvent::Failed(reason) => {
-                out.push_back(Piece::json(&ApiError::internal(reason).body()));
-            }
-        }
-    }
-
-    fn finish(&mut self, out: &mut VecDeque<Piece>) {
-        if self.answer.include_usage {
-            let mut chunk = self.chunk(json!([]));
-            chunk.insert("usage".to_owned(), self.answer.usage.to_json());
-            out.push_back(Piece::json(&Value::Object(chunk)));
-        }
-        out.push_back(Piece::done());
-    }
+    Ok(answer.collect(choices, splitter).await?.into_response())
 }

@@ -1,7 +1,7 @@
 //! `/v1/completions`: text that goes on from a prompt.
 
 use super::auth::Tenant;
-use super::chat::stop_reason;
+use super::chat_answer::stop_reason;
 use super::choices::{ChoiceSet, Usage, timings_json};
 use super::envelope::Envelope;
 use super::error::{ApiError, body_rejection};

@@ -173,6 +173,9 @@ impl From<TextError> for ApiError {
     fn from(error: TextError) -> Self {
         match error {
             TextError::Asset { .. } => Self::internal(error.to_string()),
+            TextError::Grammar(_) => {
+                Self { param: Some("response_format".to_owned()), ..Self::bad_request(error.to_string()) }
+            }
             _ => Self::bad_request(error.to_string()),
         }
     }

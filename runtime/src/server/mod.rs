@@ -12,6 +12,7 @@ pub mod messages;
 pub mod state;
 
 mod chat;
+mod chat_answer;
 mod choices;
 mod completions;
 mod envelope;
@@ -20,7 +21,9 @@ mod logprobs;
 mod params;
 mod sse;
 mod status;
+mod structured;
 mod tokenize;
+mod tools;
 mod work;
 
 #[cfg(test)]

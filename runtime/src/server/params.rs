@@ -3,8 +3,9 @@
 use super::error::ApiError;
 use super::fields::{Fields, token_id};
 use super::state::Served;
+use super::structured;
 use crate::engine::{CacheSalt, GenerationRequest, SamplingParams};
-use crate::text::OutputOptions;
+use crate::text::{Grammar, OutputOptions};
 use std::collections::BTreeSet;
 
 /// Alternatives to a token that may be asked for.
@@ -17,7 +18,7 @@ const MAX_STOPS: usize = 64;
 const MAX_STOP_BYTES: usize = 4096;
 
 /// Fields that change nothing here and are not worth a warning.
-const HARMLESS: [&str; 9] = [
+const HARMLESS: [&str; 8] = [
     "user",
     "metadata",
     "store",
@@ -25,7 +26,6 @@ const HARMLESS: [&str; 9] = [
     "safety_identifier",
     "prompt_cache_key",
     "prompt_cache_retention",
-    "parallel_tool_calls",
     "verbosity",
 ];
 
@@ -53,6 +53,8 @@ pub struct GenerationParams {
     ignore_eos: bool,
     keep_special_tokens: bool,
     cache_salt: Option<String>,
+    /// What the output must look like.
+    pub grammar: Option<Grammar>,
 }
 
 /// Which parameters the request gives itself; the others come from the model's author.
@@ -139,6 +141,7 @@ impl GenerationParams {
             ignore_eos: fields.boolean("ignore_eos")?.unwrap_or(false),
             keep_special_tokens: !fields.boolean("skip_special_tokens")?.unwrap_or(true),
             cache_salt: fields.string("cache_salt")?.map(str::to_owned),
+            grammar: structured::read(fields)?,
         })
     }
 
@@ -182,15 +185,21 @@ impl GenerationParams {
         if !self.ignore_eos {
             stops.extend(served.text.stop_token_ids());
         }
+        let constraint = match &self.grammar {
+            Some(grammar) => Some(served.text.grammars()?.compile(grammar)?),
+            None => None,
+        };
+        // A grammar that is complete leaves nothing but the end.
+        let min_tokens = if constraint.is_some() { 0 } else { self.min_tokens.min(max_tokens) };
         Ok(GenerationRequest {
             prompt,
             max_tokens,
-            min_tokens: self.min_tokens.min(max_tokens),
+            min_tokens,
             stop_token_ids: stops.into_iter().collect(),
             sampling: self.sampling_for(served, choice),
             prompt_logprobs: None,
             cache_salt: self.salt(tenant),
-            constraint: None,
+            constraint,
         })
     }
 

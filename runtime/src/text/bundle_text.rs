@@ -119,6 +119,16 @@ impl BundleText {
         self.chat_template.as_ref()
     }
 
+    /// The template for chats with tools.
+    pub fn tool_template(&self) -> Option<&ChatTemplate> {
+        self.tool_template.as_ref().or(self.chat_template.as_ref())
+    }
+
+    /// Whether the template tells the model of its tools.
+    pub fn template_knows_tools(&self) -> bool {
+        self.tool_template().is_some_and(|template| template.source().contains("tools"))
+    }
+
     /// The token that begins a text, where the model has one.
     pub fn bos(&self) -> Option<u32> {
         self.bos

@@ -3,6 +3,7 @@
 mod api;
 mod client;
 mod lifecycle;
+mod tools;
 
 use super::*;
 use crate::engine::CacheSalt;
