@@ -9,6 +9,10 @@ use std::time::{Duration, Instant};
 
 use vt_bundle::encoding::{self, ScaleType};
 use vt_bundle::layout::{PlaneKind, TiledMatrix};
+use vt_kernels::activation::{Gate, gated};
+use vt_kernels::attention::{AttentionShape, attention};
+use vt_kernels::kv_cache::{KvCache, KvShape, KvType, SequenceSlots};
+use vt_kernels::norm::rms_norm;
 use vt_kernels::{Activations, Context, MatmulScratch, TiledWeight, Weight, matmul};
 
 /// (N, K) of the head and of one layer's projections.
@@ -26,6 +30,7 @@ fn main() {
     let cx = Context::new(threads).expect("threads start");
     println!("{threads} threads, {:?}; plain read {:.1} GB/s", cx.isa(), read_rate(&cx));
     fork_join(&cx);
+    attend(&cx);
     for name in &names {
         let Some(spec) = encoding::find(name) else {
             println!("{name}: unknown");
@@ -75,11 +80,11 @@ fn shape(cx: &Context, name: &str, matrix: &TiledMatrix) {
     println!();
 }
 
-/// Mean seconds per call over at least half a second, cycling through the weights.
+/// Mean seconds per call over at least a quarter of a second, cycling through the weights.
 fn time(weights: &[Weight<'_>], mut call: impl FnMut(&Weight<'_>)) -> f64 {
     weights.iter().take(2).for_each(&mut call);
     let (start, mut calls) = (Instant::now(), 0usize);
-    while start.elapsed() < Duration::from_millis(500) {
+    while start.elapsed() < Duration::from_millis(250) {
         for weight in weights.iter().take(64) {
             call(weight);
         }
@@ -119,6 +124,43 @@ fn read_rate(cx: &Context) -> f64 {
         best = best.max(WORKING_SET as f64 / start.elapsed().as_secs_f64() / 1e9);
     }
     best
+}
+
+/// Attention and the gate at SmolLM2's shape: a prompt of 512 tokens, and one token after 512.
+fn attend(cx: &Context) {
+    const HEADS: usize = 9;
+    const STRIDE: usize = 960;
+    let shape = KvShape { layers: 1, kv_heads: 3, head_dim: 64, blocks: 40 };
+    let spec = AttentionShape { heads: HEADS, scale: 0.125, window: None, soft_cap: None };
+    let table: Vec<u32> = (0..40).collect();
+    for dtype in [KvType::F32, KvType::F16] {
+        let mut cache = KvCache::new(shape, dtype).expect("the cache fits");
+        let x: Vec<f32> = (0..512 * STRIDE).map(|i| (i * 37 % 101) as f32 / 50.0 - 1.0).collect();
+        let prompt = [SequenceSlots { start_pos: 0, tokens: 512, block_table: &table }];
+        let token = [SequenceSlots { start_pos: 512, tokens: 1, block_table: &table }];
+        let mut out = vec![0.0; 512 * HEADS * 64];
+        let write = mean(|| cache.write(cx, 0, &prompt, &x, STRIDE, 576, 768));
+        let many = mean(|| attention(cx, &spec, &cache, 0, &prompt, &x, STRIDE, 0, &mut out));
+        let one = mean(|| attention(cx, &spec, &cache, 0, &token, &x[..STRIDE], STRIDE, 0, &mut out[..HEADS * 64]));
+        println!("{dtype:?} cache: write 512 {:.0} us, attend 512 {:.0} us, attend 1 {:.1} us", write, many, one);
+    }
+    let x: Vec<f32> = (0..512 * 3072).map(|i| (i * 37 % 101) as f32 / 10.0 - 5.0).collect();
+    let mut out = vec![0.0; 512 * 1536];
+    let gate = mean(|| gated(cx, Gate::Silu, &x, 3072, 0, 1536, 1536, &mut out));
+    let weight = vec![1.0; 576];
+    let norm = mean(|| rms_norm(cx, &x[..512 * 576], &weight, 1e-5, &mut out[..512 * 576]));
+    println!("512 rows: gate of 1536 {gate:.0} us, norm of 576 {norm:.0} us");
+}
+
+/// Mean microseconds over 50 ms.
+fn mean(mut call: impl FnMut()) -> f64 {
+    call();
+    let (start, mut calls) = (Instant::now(), 0);
+    while start.elapsed() < Duration::from_millis(50) {
+        call();
+        calls += 1;
+    }
+    start.elapsed().as_secs_f64() * 1e6 / f64::from(calls)
 }
 
 fn fork_join(cx: &Context) {

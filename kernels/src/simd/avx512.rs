@@ -282,82 +282,127 @@ pub(super) fn dot_integer(
     rows: Range<usize>,
     acc: &mut [Acc],
 ) {
-    let first = rows.start;
-    let mut r = 0;
-    while r + 4 <= rows.len() {
-        dot_integer_rows::<4>(panel, scales, strip, x, first + r, &mut acc[r..r + 4]);
-        r += 4;
+    // What the unchecked reads below rely on.
+    let end = strip.index * STRIP_K + strip.tiles * TILE_K;
+    assert!(end <= x.k && rows.end * x.k <= x.codes.len() && rows.len() <= acc.len());
+    assert!(rows.end * x.k <= x.sums.len() * TILE_K && rows.end * x.k <= x.scales.len() * ACTIVATION_BLOCK);
+    if strip.tiles == 2 && !scales.halves && ACTIVATION_BLOCK == STRIP_K {
+        let segment = Segment::new(panel, scales, 0, 0, strip);
+        if scales.min {
+            segment.rows::<2, true>(x, rows, acc)
+        } else {
+            segment.rows::<2, false>(x, rows, acc)
+        }
+        return;
     }
-    match rows.len() - r {
-        1 => dot_integer_rows::<1>(panel, scales, strip, x, first + r, &mut acc[r..r + 1]),
-        2 => dot_integer_rows::<2>(panel, scales, strip, x, first + r, &mut acc[r..r + 2]),
-        3 => dot_integer_rows::<3>(panel, scales, strip, x, first + r, &mut acc[r..r + 3]),
-        _ => {}
+    for tile in 0..strip.tiles {
+        let segment = Segment::new(panel, scales, tile, if scales.halves { tile } else { 0 }, strip);
+        if scales.min {
+            segment.rows::<1, true>(x, rows.clone(), acc);
+        } else {
+            segment.rows::<1, false>(x, rows.clone(), acc);
+        }
     }
 }
 
-#[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
-#[inline]
-fn dot_integer_rows<const R: usize>(
-    panel: &CodePanel,
-    scales: &Scales,
-    strip: Strip,
-    x: &ActivationRows<'_>,
-    row: usize,
-    acc: &mut [Acc],
-) {
-    // Tiles that share one scale of the weights and of the activations.
-    let together = if scales.halves || ACTIVATION_BLOCK == TILE_K { 1 } else { 2 };
-    let mut tile = 0;
-    while tile < strip.tiles {
-        let tiles = together.min(strip.tiles - tile);
-        let quads = &panel.0[tile * TILE_QUADS..(tile + tiles) * TILE_QUADS];
-        let mut starts = [0usize; R];
-        let mut sums = [0i32; R];
-        let mut codes = [[[0i8; 4]; 0].as_slice(); R];
+/// The tiles of a panel that share one scale of the weights and one of the activations.
+struct Segment<'a> {
+    quads: &'a [[[u8; 4]; TILE_N]],
+    d: &'a [f32; TILE_N],
+    m: &'a [f32; TILE_N],
+    zero: i32,
+    /// First code along K.
+    k0: usize,
+}
+
+impl<'a> Segment<'a> {
+    fn new(panel: &'a CodePanel, scales: &'a Scales, tile: usize, at: usize, strip: Strip) -> Self {
+        Self {
+            quads: &panel.0[tile * TILE_QUADS..],
+            d: &scales.d[at],
+            m: &scales.m[at],
+            zero: scales.zero,
+            k0: strip.index * STRIP_K + tile * TILE_K,
+        }
+    }
+
+    /// Rows of activations in groups whose sums fit in the registers.
+    #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
+    #[inline]
+    fn rows<const TILES: usize, const MIN: bool>(&self, x: &ActivationRows<'_>, rows: Range<usize>, acc: &mut [Acc]) {
+        let (mut row, mut left) = (rows.start, &mut acc[..rows.len()]);
+        while !left.is_empty() {
+            let size = match left.len() {
+                6.. => 6,
+                4.. => 4,
+                2.. => 2,
+                _ => 1,
+            };
+            let (group, rest) = std::mem::take(&mut left).split_at_mut(size);
+            match size {
+                6 => self.group::<6, TILES, MIN>(x, row, group),
+                4 => self.group::<4, TILES, MIN>(x, row, group),
+                2 => self.group::<2, TILES, MIN>(x, row, group),
+                _ => self.group::<1, TILES, MIN>(x, row, group),
+            }
+            (row, left) = (row + size, rest);
+        }
+    }
+
+    #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
+    #[inline]
+    fn group<const R: usize, const TILES: usize, const MIN: bool>(
+        &self,
+        x: &ActivationRows<'_>,
+        row: usize,
+        acc: &mut [Acc],
+    ) {
+        let start = row * x.k + self.k0;
+        // SAFETY: `dot_integer` has checked that all rows have sums and scales up to the end of the strip; the pointers
+        // are to the elements of this segment in the first row.
+        let (codes, sums, scales) = unsafe {
+            (
+                x.codes.as_ptr().add(start),
+                x.sums.as_ptr().add(start / TILE_K),
+                x.scales.as_ptr().add(start / ACTIVATION_BLOCK),
+            )
+        };
+        let mut totals = [0i32; R];
         let mut dots = [[_mm512_setzero_si512(); 4]; R];
         for r in 0..R {
-            let start = (row + r) * x.k + strip.index * STRIP_K + tile * TILE_K;
-            for sum in &x.sums[start / TILE_K..start / TILE_K + tiles] {
-                sums[r] += sum;
+            for tile in 0..TILES {
+                // SAFETY: row + r is one of the rows checked.
+                totals[r] += unsafe { *sums.add(r * (x.k / TILE_K) + tile) };
             }
-            starts[r] = start;
-            codes[r] = x.codes[start..start + tiles * TILE_K].as_chunks::<4>().0;
-            dots[r] = [_mm512_set1_epi32(-scales.zero * sums[r]); 4];
+            dots[r] = [_mm512_set1_epi32(-self.zero * totals[r]); 4];
         }
-        for (q, quads) in quads.iter().enumerate() {
+        for (q, quads) in self.quads[..TILES * TILE_QUADS].iter().enumerate() {
             let quads = quarters(quads);
             let weights = [load_quads(&quads[0]), load_quads(&quads[1]), load_quads(&quads[2]), load_quads(&quads[3])];
             for r in 0..R {
-                let a = _mm512_set1_epi32(quad_bits(codes[r][q]));
+                // SAFETY: as above; four codes of this row, at any alignment.
+                let a = _mm512_set1_epi32(unsafe { codes.add(r * x.k + 4 * q).cast::<i32>().read_unaligned() });
                 for c in 0..4 {
                     dots[r][c] = _mm512_dpbusd_epi32(dots[r][c], weights[c], a);
                 }
             }
         }
-        let at = if scales.halves { tile } else { 0 };
-        let (d, m) = (quarters(&scales.d[at]), quarters(&scales.m[at]));
+        let (d, m) = (quarters(self.d), quarters(self.m));
         for r in 0..R {
-            let factor = x.scales[starts[r] / ACTIVATION_BLOCK];
-            let (scale, sum) = (_mm512_set1_ps(factor), _mm512_set1_ps(sums[r] as f32 * factor));
+            // SAFETY: as above.
+            let factor = unsafe { *scales.add(r * (x.k / ACTIVATION_BLOCK)) };
+            let (scale, sum) = (_mm512_set1_ps(factor), _mm512_set1_ps(totals[r] as f32 * factor));
             let acc = quarters_mut(&mut acc[r].0);
             for c in 0..4 {
                 let d = _mm512_mul_ps(load_f32(&d[c]), scale);
                 let mut value = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dots[r][c]), d, load_f32(&acc[c]));
-                if scales.min {
+                if MIN {
                     value = _mm512_fmadd_ps(load_f32(&m[c]), sum, value);
                 }
                 store_f32(&mut acc[c], value);
             }
         }
-        tile += tiles;
     }
-}
-
-/// Four activations as the bits of one lane.
-#[inline]
-fn quad_bits([a, b, c, d]: [i8; 4]) -> i32 {
-    i32::from_le_bytes([a.cast_unsigned(), b.cast_unsigned(), c.cast_unsigned(), d.cast_unsigned()])
 }
 
 #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
