@@ -1,0 +1,30 @@
+//! CUDA: the driver, memory, streams, and launches of the kernels that the build embedded.
+//!
+//! Everything here is owned: a [`DeviceMemory`] keeps its [`CudaContext`] alive, a copy under way keeps its source and its
+//! target, and dropping the last owner frees. There are no statics and no default stream; any thread may call anything.
+//!
+//! The driver library is loaded when [`CudaContext::new`] is first called, so that a binary with this module also starts on
+//! machines without one. Kernels come from [`FATBINS`], which is empty when no nvcc was found at build time.
+
+mod context;
+mod error;
+mod leaves;
+mod memory;
+mod stream;
+
+pub use context::{CudaContext, DeviceAttributes, MemoryInfo, device_count, device_memory, driver_version};
+pub use error::CudaError;
+pub use leaves::{LeafHasher, PendingLeaves};
+pub use memory::{DeviceMemory, StagingBuffer};
+pub use stream::{CudaStream, PendingUpload};
+
+/// Compiled kernels by the name of their source, as the build script found a compiler.
+pub const FATBINS: &[(&str, &[u8])] = include!(concat!(env!("OUT_DIR"), "/fatbins.rs"));
+
+/// Whether this build has kernels.
+pub const fn built() -> bool {
+    !FATBINS.is_empty()
+}
+
+/// The oldest driver that runs this build's kernels and offers every function used: CUDA 12.8, as the driver counts.
+pub const MIN_DRIVER: i32 = 12_080;
