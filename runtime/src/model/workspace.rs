@@ -188,7 +188,7 @@ pub fn workspace_bytes(config: &ModelConfig, tokens: usize, logit_rows: usize) -
     let per_token = 3 * hidden + projected + inner + experts + rotary;
     // Quantised activations: a byte an element, and for every 32 of them a scale and two sums.
     let quantised = hidden.max(inner) * (32 + 4 + 8) / 32;
-    let pairs = 2 * PAIR_ROWS.min(tokens) as u64 * (hidden.max(config.query_rows() as u64) + qkv.max(hidden));
+    let pairs = 2 * PAIR_ROWS.min(tokens) as u64 * (hidden.max(inner) + qkv.max(hidden));
     let head = (logit_rows + HEAD_ROWS) as u64 * tile(config.vocab_size);
     tokens as u64 * (4 * per_token + quantised) + 4 * (pairs + head)
 }

@@ -12,7 +12,7 @@ pub use parts::{LowRankRef, Product, Projection, ProjectionOutput};
 pub use weights::{MatrixRef, VectorRef};
 
 use super::config::ModelConfig;
-use crate::load::{HostArena, LoadedBundle};
+use crate::load::LoadedBundle;
 use parts::{Resolver, Spacing};
 
 /// Why a bundle does not hold what its architecture needs.
@@ -82,7 +82,7 @@ impl Graph {
     ///
     /// # Errors
     /// [`GraphError`] naming the tensor, what was found and what was expected.
-    pub fn resolve<A: HostArena>(config: &ModelConfig, loaded: &LoadedBundle<A>) -> Result<Self, GraphError> {
+    pub fn resolve<A>(config: &ModelConfig, loaded: &LoadedBundle<A>) -> Result<Self, GraphError> {
         let mut resolver = Resolver::new(&config.architecture, loaded.bundle());
         let (hidden, vocab) = (config.hidden_size, config.vocab_size);
         let embedding = resolver.whole_matrix("model.embed_tokens.weight", vocab, hidden)?;
