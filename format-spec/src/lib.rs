@@ -20,6 +20,7 @@ pub mod pack;
 pub mod reader;
 pub mod restore;
 pub mod row_order;
+pub mod slice;
 pub mod tile;
 pub mod unpack;
 pub mod writer;

@@ -98,7 +98,7 @@ pub fn groups(tensors: &[Tensor]) -> Vec<Group> {
 }
 
 /// A name with `*` for each number between dots, and the first of these numbers.
-fn pattern(name: &str) -> (String, Option<u64>) {
+pub fn pattern(name: &str) -> (String, Option<u64>) {
     let mut first = None;
     let components = name.split('.').map(|component| match component.parse::<u64>() {
         Ok(n) => {

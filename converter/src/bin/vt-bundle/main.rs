@@ -15,6 +15,7 @@ mod layers;
 mod output;
 mod progress;
 mod restore;
+mod slice_plan;
 mod table;
 mod unlisted;
 mod verify;
@@ -47,6 +48,8 @@ enum Command {
     Restore(restore::Args),
     /// Compare two bundles; exit code 1 where they differ
     Diff(diff::Args),
+    /// Show what each rank of a tensor-parallel degree reads
+    SlicePlan(slice_plan::Args),
     /// Print shell completions
     Completions(completions::Args),
     /// Print the manual page
@@ -62,6 +65,7 @@ fn main() -> ExitCode {
         Command::Export(args) => export::run(args),
         Command::Restore(args) => restore::run(args),
         Command::Diff(args) => diff::run(args),
+        Command::SlicePlan(args) => slice_plan::run(args),
         Command::Completions(args) => completions::run::<Cli>(args),
         Command::Man => completions::manual::<Cli>(),
     };
