@@ -57,6 +57,15 @@ impl Band {
     }
 }
 
+/// Codes that lie in the file as rows, one after the other, with K a multiple of 16.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum CodeRows<'a> {
+    /// Two codes a byte, the first in the low nibble: `[N, K/2]`.
+    Nibbles(&'a [u8]),
+    /// One code a byte: `[N, K]`.
+    Bytes(&'a [u8]),
+}
+
 /// How one source format stores a matrix.
 ///
 /// A matrix has one or more *inputs* (source tensors): the codes first and then one input per scale plane, in the order
@@ -81,6 +90,19 @@ pub trait Codec: Sync {
     /// The `column`-th element along K of a scale plane for `row`; for channel and part planes `column` is 0.
     /// `out` has the element's size.
     fn scale(&self, shape: &MatrixShape, inputs: &[&[u8]], plane: usize, row: usize, column: usize, out: &mut [u8]);
+
+    /// The codes as rows of the file, if that is how the format stores them: what [`Codec::codes16`] gives for every
+    /// row is then there to be read in words.
+    fn code_rows<'a>(&self, shape: &MatrixShape, inputs: &[&'a [u8]]) -> Option<CodeRows<'a>> {
+        let _ = (shape, inputs);
+        None
+    }
+
+    /// The elements of a group plane as rows of the file, `[N, elements along K]`, if that is how the format stores them.
+    fn scale_rows<'a>(&self, shape: &MatrixShape, inputs: &[&'a [u8]], plane: usize) -> Option<&'a [u8]> {
+        let _ = (shape, inputs, plane);
+        None
+    }
 
     /// Rows per unit of an input: the input's bytes are equal consecutive units, the `u`-th of which depends only on
     /// rows `u * unit_rows .. (u + 1) * unit_rows`. `None`: it depends on all rows at once.

@@ -4,7 +4,7 @@
 //! `[ceil(N / block N), ceil(K / block K)]`, the last block of each axis cut short. Every writer multiplies, DeepSeek's
 //! `weight_scale_inv` too. Sources: ModelOpt 0.47 `fp8_tensor.py`, compressed-tensors 0.20, DeepSeek-V3 `kernel.py`.
 
-use crate::codec::{Band, Codec, MatrixShape};
+use crate::codec::{Band, CodeRows, Codec, MatrixShape};
 use crate::encoding::{EncodingSpec, MatrixRow, ScalePlane, ScaleType, Span};
 use crate::float8::{E4M3, e8m0};
 use crate::tile::CodePlane;
@@ -136,6 +136,10 @@ impl Codec for Fp8 {
             _ => 0,
         };
         out.copy_from_slice(&inputs[1][index * out.len()..][..out.len()]);
+    }
+
+    fn code_rows<'a>(&self, shape: &MatrixShape, inputs: &[&'a [u8]]) -> Option<CodeRows<'a>> {
+        (!self.transposed && shape.k.is_multiple_of(16)).then_some(CodeRows::Bytes(inputs[WEIGHT]))
     }
 
     fn unit_rows(&self, shape: &MatrixShape, input: usize) -> Option<usize> {

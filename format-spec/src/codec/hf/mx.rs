@@ -4,7 +4,7 @@
 //! `[N, K]`, scales U8 or F8_E8M0 `[N, K/32]`. Exponent 0 is 2^-127 here; ggml's MXFP4 has tables of its own. Sources: OCP
 //! Microscaling Formats 1.0, ModelOpt 0.47 `mxfp4_tensor.py` and `mxfp8_tensor.py`, transformers 5 `mxfp4.py`.
 
-use crate::codec::{Band, Codec, MatrixShape};
+use crate::codec::{Band, CodeRows, Codec, MatrixShape};
 use crate::encoding::{EncodingSpec, MatrixRow, ScalePlane, ScaleType, Span};
 use crate::float8::{E2M1, E4M3, e8m0};
 use crate::tile::CodePlane;
@@ -92,6 +92,15 @@ impl Codec for Mx {
 
     fn scale(&self, shape: &MatrixShape, inputs: &[&[u8]], _: usize, row: usize, column: usize, out: &mut [u8]) {
         out[0] = inputs[1][row * (shape.k / shape.group_size) + column];
+    }
+
+    fn code_rows<'a>(&self, _: &MatrixShape, inputs: &[&'a [u8]]) -> Option<CodeRows<'a>> {
+        let rows = inputs[WEIGHT];
+        Some(if self.packed() { CodeRows::Nibbles(rows) } else { CodeRows::Bytes(rows) })
+    }
+
+    fn scale_rows<'a>(&self, _: &MatrixShape, inputs: &[&'a [u8]], _: usize) -> Option<&'a [u8]> {
+        Some(inputs[1])
     }
 
     fn unit_rows(&self, _: &MatrixShape, _: usize) -> Option<usize> {

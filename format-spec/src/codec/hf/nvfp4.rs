@@ -4,7 +4,7 @@
 //! element). ModelOpt multiplies by the global scale, compressed-tensors divides by it; in f32 these differ, so they are
 //! two formulas over the same planes. Source: NVIDIA ModelOpt 0.47 `nvfp4_tensor.py`, compressed-tensors 0.20.
 
-use crate::codec::{Band, Codec, MatrixShape};
+use crate::codec::{Band, CodeRows, Codec, MatrixShape};
 use crate::encoding::{EncodingSpec, MatrixRow, ScalePlane, ScaleType, Span};
 use crate::float8::{E2M1, E4M3};
 use crate::tile::CodePlane;
@@ -109,6 +109,14 @@ impl Codec for Nvfp4 {
             PLANE_SCALES => out[0] = inputs[INPUT_SCALES][row * (shape.k / shape.group_size) + column],
             _ => out.copy_from_slice(inputs[INPUT_GLOBAL]),
         }
+    }
+
+    fn code_rows<'a>(&self, _: &MatrixShape, inputs: &[&'a [u8]]) -> Option<CodeRows<'a>> {
+        (!self.transposed).then_some(CodeRows::Nibbles(inputs[WEIGHT]))
+    }
+
+    fn scale_rows<'a>(&self, _: &MatrixShape, inputs: &[&'a [u8]], plane: usize) -> Option<&'a [u8]> {
+        (!self.transposed && plane == PLANE_SCALES).then_some(inputs[INPUT_SCALES])
     }
 
     fn unit_rows(&self, _: &MatrixShape, input: usize) -> Option<usize> {
