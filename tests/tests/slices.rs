@@ -82,12 +82,20 @@ fn impossible_degrees_are_refused_with_the_numbers() {
     let root = tempfile::tempdir().expect("temporary folder");
     let bundle = bundle("nvfp4", root.path());
     plan(&bundle, 1, &[]).ok();
-    // Four query heads over three ranks; 352 inner rows over two are 176, two tiles and three quarters.
-    let heads = plan(&bundle, 3, &[]).exits(2);
-    assert!(heads.err.contains('4') && heads.err.contains("heads") && heads.err.contains('3'), "{heads:?}");
+    // 352 inner rows over two ranks are 176: two tiles and three quarters.
     let tiles = plan(&bundle, 2, &[]).exits(2);
-    assert!(tiles.err.contains("176") && tiles.err.contains("64"), "{tiles:?}");
+    assert!(tiles.err.contains("352") && tiles.err.contains("176") && tiles.err.contains("64"), "{tiles:?}");
+    let parts = plan(&bundle, 3, &[]).exits(2);
+    assert!(parts.err.contains("117.33"), "{parts:?}");
     plan(&bundle, 1, &["--rank", "1"]).exits(2);
     let ranges = plan(&bundle, 1, &["--rank", "0"]).ok();
     assert!(ranges.out.contains("model.layers.1.mlp.down_proj.weight"), "{ranges:?}");
+}
+
+#[test]
+fn heads_stay_whole() {
+    let root = tempfile::tempdir().expect("temporary folder");
+    // Without tiles, eight ranks fail at the four query heads.
+    let refused = plan(&bundle("bf16", root.path()), 8, &[]).exits(2);
+    assert!(refused.err.contains("4 query heads") && refused.err.contains("8 ranks"), "{refused:?}");
 }

@@ -71,7 +71,7 @@ pub enum SliceError {
     /// An axis is not a whole number of units per rank.
     #[error(
         "tensor {tensor}: {extent} {axis} over {degree} ranks are {} each, which is not whole {unit}s of {unit_size}",
-        *extent as f64 / *degree as f64
+        share(*extent, *degree)
     )]
     Axis {
         /// The tensor.
@@ -87,6 +87,15 @@ pub enum SliceError {
         /// Its size along the axis.
         unit_size: u64,
     },
+}
+
+/// An extent per rank, to two places where it is not whole.
+fn share(extent: u64, degree: u64) -> String {
+    if extent.is_multiple_of(degree) {
+        (extent / degree).to_string()
+    } else {
+        format!("{:.2}", extent as f64 / degree as f64)
+    }
 }
 
 /// Modules whose outputs are divided, by the last component of their path.
