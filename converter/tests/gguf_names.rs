@@ -135,6 +135,7 @@ fn configuration_of_special_keys() {
         config(&base("gemma3").u32("gemma3.attention.key_length", 4).u32("gemma3.attention.sliding_window", 512));
     assert_eq!(gemma["model_type"], "gemma3_text");
     assert_eq!(gemma["layer_types"], json!(["sliding_attention", "sliding_attention"]));
+    assert_eq!(gemma["rope_parameters"]["sliding_attention"]["rope_theta"], json!(10000.0));
     assert_eq!((&gemma["hidden_act"], &gemma["tie_word_embeddings"]), (&json!("gelu_pytorch_tanh"), &json!(true)));
     let yarn = config(
         &base("gpt-oss")
@@ -146,6 +147,7 @@ fn configuration_of_special_keys() {
     assert_eq!(yarn["rope_scaling"]["rope_type"], "yarn");
     assert_eq!(yarn["rope_scaling"]["original_max_position_embeddings"], 4096);
     assert_eq!(yarn["layer_types"], json!(["sliding_attention", "full_attention"]));
+    assert_eq!(yarn["rope_scaling"].get("attention_factor"), None);
     let linear = config(&base("llama").f32("llama.rope.scaling.factor", 4.0));
     assert_eq!(linear["rope_parameters"]["rope_type"], "linear");
     let moe = config(&base("qwen3moe").u32("qwen3moe.expert_count", 8).u32("qwen3moe.expert_used_count", 2));

@@ -13,9 +13,11 @@ pub(crate) struct TensorFacts {
     pub(crate) vocab_rows: u64,
     /// There is an `output.weight`.
     pub(crate) has_output: bool,
-    /// There is a bias on q.
+    /// There are biases on q and on the output of attention.
     pub(crate) attention_bias: bool,
-    /// Rows of the routers' bias that only chooses experts.
+    /// There are biases in the MLP.
+    pub(crate) mlp_bias: bool,
+    /// There is a bias that only chooses experts.
     pub(crate) has_expert_bias: bool,
     /// Values of the rotary factor tensors, by name.
     pub(crate) rope_factors: Vec<(String, Vec<f32>)>,
@@ -78,6 +80,9 @@ pub(crate) fn build(
     }
     config.insert("tie_word_embeddings".into(), json!(!tensors.has_output));
     config.insert("attention_bias".into(), json!(tensors.attention_bias));
+    if tensors.mlp_bias {
+        config.insert("mlp_bias".into(), json!(true));
+    }
     tokens(keys, &mut config)?;
     rope(keys, architecture, facts, tensors, &mut config)?;
     windows(keys, facts, layers, &mut config)?;
@@ -133,11 +138,11 @@ fn rope(
     if architecture.rope == RopeRows::Interleaved {
         config.insert("rope_interleave".into(), json!(true));
     }
-    if let Some(local) = keys.float("rope.freq_base_swa")? {
-        config.insert("rope_local_base_freq".into(), short(local));
-    } else if keys.arch == "gemma3" {
-        config.insert("rope_local_base_freq".into(), json!(10000.0));
-    }
+    // Layers with a sliding window may have a base of their own; Gemma 3's is not in its files.
+    let local = match keys.float("rope.freq_base_swa")? {
+        None if keys.arch == "gemma3" => Some(10000.0),
+        other => other,
+    };
     let rotated = keys.size("rope.dimension_count")?;
     if let Some(rotated) = rotated.filter(|r| *r > 0 && *r < facts.head_dim && keys.arch != "deepseek2") {
         config.insert("partial_rotary_factor".into(), json!(rotated as f64 / facts.head_dim as f64));
@@ -148,7 +153,7 @@ fn rope(
         None => keys.float("rope.scale_linear")?,
         some => some,
     };
-    let factor = factor.filter(|f| *f != 0.0 && *f != 1.0);
+    let factor = factor.filter(|f| *f > 0.0 && *f != 1.0);
     // Without a type a factor means linear scaling.
     let kind = match (keys.text("rope.scaling.type")?, factor) {
         (Some(kind @ ("yarn" | "longrope")), _) => kind,
@@ -168,33 +173,64 @@ fn rope(
         parameters.insert("factor".into(), short(factor));
     }
     for (key, name) in [
-        ("rope.scaling.attn_factor", "attention_factor"),
-        ("rope.scaling.yarn_attn_factor", "attention_factor"),
         ("rope.scaling.yarn_beta_fast", "beta_fast"),
         ("rope.scaling.yarn_beta_slow", "beta_slow"),
         ("rope.scaling.yarn_ext_factor", "extrapolation_factor"),
-        ("rope.scaling.yarn_log_multiplier", "log_multiplier"),
     ] {
         if let Some(value) = keys.float(key)? {
             parameters.insert(name.into(), short(value));
         }
+    }
+    let attention = match keys.float("rope.scaling.attn_factor")? {
+        None => keys.float("rope.scaling.yarn_attn_factor")?,
+        some => some,
+    };
+    match (kind, attention.filter(|a| *a != 1.0), factor) {
+        // llama.cpp multiplies YaRN's own factor, Hugging Face replaces it.
+        ("yarn", Some(attention), Some(factor)) => {
+            parameters.insert("attention_factor".into(), json!(attention * (1.0 + 0.1 * factor.ln())));
+        }
+        ("longrope", Some(attention), _) => {
+            parameters.insert("attention_factor".into(), short(attention));
+        }
+        _ => {}
+    }
+    if let Some(multiplier) = keys.float("rope.scaling.yarn_log_multiplier")?.filter(|m| *m != 0.0) {
+        // A tenth of DeepSeek's mscale, which scales the logits as well.
+        let mscale = short(f64::from((multiplier * 10.0) as f32));
+        parameters.insert("mscale".into(), mscale.clone());
+        parameters.insert("mscale_all_dim".into(), mscale);
     }
     if let Some(original) = keys.size("rope.scaling.original_context_length")?.filter(|v| *v > 0) {
         parameters.insert("original_max_position_embeddings".into(), json!(original));
         config.insert("original_max_position_embeddings".into(), json!(original));
     }
     for (tensor, values) in &tensors.rope_factors {
-        let name = match tensor.as_str() {
-            "rope_factors_long.weight" => "long_factor",
-            "rope_factors_short.weight" => "short_factor",
-            // Divides the frequencies, whatever the type: what llama.cpp computed from Llama 3's scaling.
-            _ => "freq_factors",
-        };
-        let values: Vec<Json> = values.iter().map(|v| short(f64::from(*v))).collect();
-        parameters.insert(name.into(), Json::Array(values));
-    }
-    if parameters.contains_key("long_factor") {
-        parameters.insert("rope_type".into(), json!("longrope"));
+        let list = || Json::Array(values.iter().map(|v| short(f64::from(*v))).collect());
+        match tensor.as_str() {
+            "rope_factors_long.weight" => {
+                parameters.insert("rope_type".into(), json!("longrope"));
+                parameters.insert("long_factor".into(), list());
+            }
+            "rope_factors_short.weight" => {
+                parameters.insert("short_factor".into(), list());
+            }
+            // Divisors of the frequencies, which llama.cpp computes from the scaling of Llama 3 and keeps instead of it.
+            _ => match llama3_factor(values, keys.float("rope.freq_base")?.unwrap_or(10000.0)) {
+                Some(factor) => {
+                    parameters.insert("rope_type".into(), json!("llama3"));
+                    parameters.insert("factor".into(), short(factor));
+                    parameters.insert("low_freq_factor".into(), json!(LLAMA3_LOW));
+                    parameters.insert("high_freq_factor".into(), json!(LLAMA3_HIGH));
+                    parameters.insert("original_max_position_embeddings".into(), json!(LLAMA3_CONTEXT));
+                }
+                // A name that no reader takes for something else.
+                None => {
+                    parameters.insert("rope_type".into(), json!("frequency-factors"));
+                    parameters.insert("frequency_factors".into(), list());
+                }
+            },
+        }
     }
     if let Some(sections) = keys.integers(&keys.full("rope.dimension_sections"))? {
         let sections: Vec<i64> = sections.iter().filter_map(|v| i64::try_from(*v).ok()).collect();
@@ -204,8 +240,73 @@ fn rope(
     if parameters.get("rope_type") != Some(&json!("default")) {
         config.insert("rope_scaling".into(), Json::Object(parameters.clone()));
     }
-    config.insert("rope_parameters".into(), Json::Object(parameters));
+    let parameters = Json::Object(parameters);
+    let parameters = match local {
+        Some(local) => {
+            config.insert("rope_local_base_freq".into(), short(local));
+            let sliding = json!({"rope_theta": short(local), "rope_type": "default"});
+            json!({"full_attention": parameters, "sliding_attention": sliding})
+        }
+        None => parameters,
+    };
+    config.insert("rope_parameters".into(), parameters);
     Ok(())
+}
+
+/// Llama 3's scaling as all its models have it.
+const LLAMA3_LOW: f64 = 1.0;
+const LLAMA3_HIGH: f64 = 4.0;
+const LLAMA3_CONTEXT: u64 = 8192;
+
+/// The factor of Llama 3's scaling that gives these divisors, if one does, to the precision of f32.
+fn llama3_factor(divisors: &[f32], theta: f64) -> Option<f64> {
+    let factor = f64::from(divisors.iter().copied().reduce(f32::max)?);
+    let context = LLAMA3_CONTEXT as f64;
+    let same = divisors.iter().enumerate().all(|(i, found)| {
+        let wavelength = std::f64::consts::TAU * theta.powf(i as f64 / divisors.len() as f64);
+        let expected = if wavelength < context / LLAMA3_HIGH {
+            1.0
+        } else if wavelength > context / LLAMA3_LOW {
+            factor
+        } else {
+            let smooth = (context / wavelength - LLAMA3_LOW) / (LLAMA3_HIGH - LLAMA3_LOW);
+            1.0 / ((1.0 - smooth) / factor + smooth)
+        };
+        (f64::from(*found) - expected).abs() <= 1e-5 * expected
+    });
+    (same && factor > 1.0).then_some(factor)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn divisors_of_llama3_are_recognised() {
+        // 64 rotated pairs, theta 500000, factor 8, as llama.cpp's converter computes them in f32.
+        let divisors: Vec<f32> = (0..64)
+            .map(|i| {
+                let wavelength = 2.0 * std::f32::consts::PI * 500_000f32.powf(i as f32 / 64.0);
+                let smooth = (8192.0 / wavelength - 1.0) / 3.0;
+                match wavelength {
+                    w if w < 2048.0 => 1.0,
+                    w if w > 8192.0 => 8.0,
+                    _ => 1.0 / ((1.0 - smooth) / 8.0 + smooth),
+                }
+            })
+            .collect();
+        assert_eq!(llama3_factor(&divisors, 500_000.0), Some(8.0));
+        assert_eq!(llama3_factor(&divisors, 10_000.0), None);
+        assert_eq!(llama3_factor(&[1.0, 2.0, 8.0], 10_000.0), None);
+        assert_eq!(llama3_factor(&[1.0; 32], 10_000.0), None);
+    }
+
+    #[test]
+    fn floats_keep_the_digits_of_their_f32() {
+        assert_eq!(short(f64::from(1e-5f32)), json!(1e-5));
+        assert_eq!(short(0.1), json!(0.1));
+        assert_eq!(short(10000.0), json!(10000.0));
+    }
 }
 
 /// Sliding windows: which layers see all of the past.

@@ -220,7 +220,8 @@ fn tensor_facts<'a>(tensors: &[SourceTensor], bytes: impl Fn(&SourceTensor) -> &
     TensorFacts {
         vocab_rows: find("token_embd.weight").and_then(|t| t.shape.first().copied()).unwrap_or(0),
         has_output: find("output.weight").is_some(),
-        attention_bias: ends(".attn_q.bias") || ends(".attn_qkv.bias"),
+        attention_bias: (ends(".attn_q.bias") || ends(".attn_qkv.bias")) && ends(".attn_output.bias"),
+        mlp_bias: ends(".ffn_up.bias"),
         has_expert_bias: ends(".exp_probs_b.bias") || ends(".exp_probs_b"),
         rope_factors,
     }
