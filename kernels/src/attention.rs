@@ -1,7 +1,12 @@
 //! Causal attention over the paged cache, prompts and single tokens alike.
 //!
-//! Scores of up to 256 keys at a time, with the running maximum and sum of Milakov and Gimelshein's online softmax
+//! Scores of up to 128 keys at a time, with the running maximum and sum of Milakov and Gimelshein's online softmax
 //! (arXiv 1805.02867), so that memory does not grow with the context. Everything is f32.
+//!
+//! Prompts are divided by tokens and heads. Where every sequence has few tokens, its keys are divided too, in chunks whose
+//! partial sums are merged in order: one token of one sequence still occupies all threads.
+
+use std::ops::Range;
 
 use crate::context::{Context, Isa};
 use crate::kv_cache::{BLOCK_LEN, Block, KvCache, SequenceSlots};
@@ -9,11 +14,11 @@ use crate::pool::ColumnBlock;
 use crate::simd;
 
 /// Blocks of keys whose scores are held at once.
-const CHUNK_BLOCKS: usize = 16;
+const CHUNK_BLOCKS: usize = 8;
 /// Positions in a chunk.
 const CHUNK_LEN: usize = CHUNK_BLOCKS * BLOCK_LEN;
 /// Rows (tokens times heads) that one unit of work aims at: they share each load of a key.
-const ROWS: usize = 16;
+const ROWS: usize = 32;
 
 /// Heads and scores of an attention layer.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -55,12 +60,13 @@ pub fn attention(
         return;
     }
     let group = shape.heads / kv_heads;
-    let threads = cx.pool().threads();
-    // Heads of one group read the same keys; they are kept together unless that leaves threads without work.
-    let together = if tokens * kv_heads >= 4 * threads { group } else { 1 };
-    let row_unit = (ROWS / together).max(1);
-    let call = Call { isa: cx.isa(), shape, cache, layer, sequences, x, stride, queries_at, group };
-    cx.pool().blocks_dealt(out, width, row_unit, together * dim, |_, block| call.block(block));
+    let call = Call { isa: cx.isa(), shape, cache, layer, x, stride, queries_at, dim, group };
+    if sequences.iter().all(|s| s.tokens * group <= ROWS) {
+        call.by_keys(cx, sequences, out);
+    } else {
+        let row_unit = (ROWS / group).max(1);
+        cx.pool().blocks_dealt(out, width, row_unit, group * dim, |_, block| call.by_tokens(sequences, block));
+    }
 }
 
 struct Call<'a> {
@@ -68,27 +74,54 @@ struct Call<'a> {
     shape: &'a AttentionShape,
     cache: &'a KvCache,
     layer: usize,
-    sequences: &'a [SequenceSlots<'a>],
     x: &'a [f32],
     stride: usize,
     queries_at: usize,
+    dim: usize,
+    /// Query heads per key/value head.
     group: usize,
 }
 
-/// Consecutive tokens of one sequence, by row of the step and by position.
+/// Consecutive tokens of one sequence, by row of the step and by position, and the heads of one group.
+#[derive(Clone, Copy)]
 struct Run<'a> {
     row: usize,
     position: usize,
     tokens: usize,
     block_table: &'a [u32],
+    kv_head: usize,
+}
+
+/// Sums over some of the keys of a run: rows are tokens times heads of the group.
+struct Partial<'a> {
+    /// Per row, the largest score and the sum of the weights relative to it.
+    state: &'a mut [[f32; 2]],
+    /// Per row, the weighted sum of values `[D]`.
+    sums: &'a mut [f32],
+}
+
+impl<'a> Partial<'a> {
+    /// Floats of a partial of so many rows.
+    fn len(rows: usize, dim: usize) -> usize {
+        rows * (2 + dim)
+    }
+
+    /// Nothing summed up yet, in `floats` of [`Partial::len`].
+    fn new(floats: &'a mut [f32], rows: usize) -> Self {
+        let (state, sums) = floats.split_at_mut(2 * rows);
+        let state = state.as_chunks_mut::<2>().0;
+        state.fill([f32::NEG_INFINITY, 0.0]);
+        sums.fill(0.0);
+        Self { state, sums }
+    }
 }
 
 impl Call<'_> {
     /// The rows of a block may belong to several sequences; each run of one sequence is computed by itself.
-    fn block(&self, block: &mut ColumnBlock<'_>) {
-        let wanted = block.rows();
+    fn by_tokens(&self, sequences: &[SequenceSlots<'_>], block: &mut ColumnBlock<'_>) {
+        let (wanted, columns) = (block.rows(), block.columns());
         let mut first = 0;
-        for sequence in self.sequences {
+        for sequence in sequences {
             let (start, end) = (first.max(wanted.start), (first + sequence.tokens).min(wanted.end));
             if start < end {
                 let run = Run {
@@ -96,59 +129,66 @@ impl Call<'_> {
                     position: sequence.start_pos + start - first,
                     tokens: end - start,
                     block_table: sequence.block_table,
+                    kv_head: columns.start / (self.group * self.dim),
                 };
-                self.run(&run, block);
+                let rows = run.tokens * self.group;
+                let mut floats = vec![0.0; Partial::len(rows, self.dim)];
+                let mut partial = Partial::new(&mut floats, rows);
+                self.add(&run, self.visible_blocks(&run), &mut Vec::new(), &mut partial);
+                for t in 0..run.tokens {
+                    self.finish(&mut partial, t, block.row(run.row + t, columns.clone()));
+                }
             }
             first += sequence.tokens;
         }
     }
 
-    fn run(&self, run: &Run<'_>, block: &mut ColumnBlock<'_>) {
-        let dim = self.cache.shape().head_dim;
-        let columns = block.columns();
-        let (first_head, heads) = (columns.start / dim, columns.len() / dim);
-        let kv_head = first_head / self.group;
-        let rows = run.tokens * heads;
-        let mut buffers = vec![0.0f32; rows * (2 * dim + CHUNK_LEN) + BLOCK_LEN * dim];
-        let (q, rest) = buffers.split_at_mut(rows * dim);
-        let (sums, rest) = rest.split_at_mut(rows * dim);
-        let (scores, widened) = rest.split_at_mut(rows * CHUNK_LEN);
-        for (t, q) in q.chunks_exact_mut(heads * dim).enumerate() {
-            let at = (run.row + t) * self.stride + self.queries_at + first_head * dim;
-            q.copy_from_slice(&self.x[at..at + heads * dim]);
+    /// Divides the work by sequence, group of heads and chunk of keys.
+    fn by_keys(&self, cx: &Context, sequences: &[SequenceSlots<'_>], out: &mut [f32]) {
+        let kv_heads = self.cache.shape().kv_heads;
+        let mut pieces = Vec::new();
+        let mut row = 0;
+        for sequence in sequences {
+            let SequenceSlots { start_pos: position, tokens, block_table } = *sequence;
+            for kv_head in 0..kv_heads {
+                let run = Run { row, position, tokens, block_table, kv_head };
+                let blocks = self.visible_blocks(&run);
+                for start in blocks.clone().step_by(CHUNK_BLOCKS) {
+                    pieces.push((run, start..(start + CHUNK_BLOCKS).min(blocks.end)));
+                }
+            }
+            row += tokens;
         }
-        simd::scale(self.isa, q, self.shape.scale);
+        let lengths = pieces.iter().map(|(run, _)| Partial::len(run.tokens * self.group, self.dim));
+        let mut floats = vec![0.0; lengths.sum()];
+        let mut left = floats.as_mut_slice();
+        let mut units: Vec<_> = pieces
+            .into_iter()
+            .map(|(run, blocks)| {
+                let rows = run.tokens * self.group;
+                let (own, rest) = std::mem::take(&mut left).split_at_mut(Partial::len(rows, self.dim));
+                left = rest;
+                (run, blocks, Partial::new(own, rows))
+            })
+            .collect();
+        cx.pool().rows(&mut units, 1, |_, share| {
+            let mut buffers = Vec::new();
+            for (run, blocks, partial) in share {
+                self.add(run, blocks.clone(), &mut buffers, partial);
+            }
+        });
 
-        // Per row: the largest score so far and the sum of the weights relative to it.
-        let mut state = vec![(f32::NEG_INFINITY, 0.0f32); rows];
-        let end = run.position + run.tokens;
-        let start = self.first_visible(run.position) / BLOCK_LEN;
-        for chunk in (start..end.div_ceil(BLOCK_LEN)).step_by(CHUNK_BLOCKS) {
-            let blocks = chunk..(chunk + CHUNK_BLOCKS).min(end.div_ceil(BLOCK_LEN));
-            for (i, b) in blocks.clone().enumerate() {
-                let keys = self.cache.key_block(self.layer, kv_head, run.block_table[b] as usize);
-                let keys = widen(self.isa, keys, widened);
-                simd::scores(self.isa, q, keys, dim, &mut scores[i * BLOCK_LEN..], CHUNK_LEN);
+        let width = self.shape.heads * self.dim;
+        let mut units = units.into_iter().peekable();
+        while let Some((run, _, mut merged)) = units.next() {
+            while let Some((_, _, next)) =
+                units.next_if(|(other, ..)| (other.row, other.kv_head) == (run.row, run.kv_head))
+            {
+                self.merge(&mut merged, &next);
             }
-            for r in 0..rows {
-                let position = run.position + r / heads;
-                let row = &mut scores[r * CHUNK_LEN..r * CHUNK_LEN + blocks.len() * BLOCK_LEN];
-                let sums = &mut sums[r * dim..(r + 1) * dim];
-                self.weights(row, chunk * BLOCK_LEN, position, &mut state[r], sums);
-            }
-            for (i, b) in blocks.enumerate() {
-                let values = self.cache.value_block(self.layer, kv_head, run.block_table[b] as usize);
-                // Slots beyond the sequence hold what an earlier owner left, which may be NaN: a weight of 0 is not enough.
-                let slots = (end - b * BLOCK_LEN).min(BLOCK_LEN);
-                let values = &widen(self.isa, values, widened)[..slots * dim];
-                simd::weighted_values(self.isa, &scores[i * BLOCK_LEN..], CHUNK_LEN, values, dim, sums);
-            }
-        }
-        for (t, sums) in sums.chunks_exact_mut(heads * dim).enumerate() {
-            let out = block.row(run.row + t, columns.clone());
-            for (h, (out, sums)) in out.chunks_exact_mut(dim).zip(sums.chunks_exact_mut(dim)).enumerate() {
-                simd::scale(self.isa, sums, 1.0 / state[t * heads + h].1);
-                out.copy_from_slice(sums);
+            for t in 0..run.tokens {
+                let at = (run.row + t) * width + run.kv_head * self.group * self.dim;
+                self.finish(&mut merged, t, &mut out[at..at + self.group * self.dim]);
             }
         }
     }
@@ -158,28 +198,96 @@ impl Call<'_> {
         self.shape.window.map_or(0, |window| (position + 1).saturating_sub(window))
     }
 
+    /// Blocks that any token of the run sees.
+    fn visible_blocks(&self, run: &Run<'_>) -> Range<usize> {
+        self.first_visible(run.position) / BLOCK_LEN..(run.position + run.tokens).div_ceil(BLOCK_LEN)
+    }
+
+    /// Adds a run's attention to some blocks of keys. `buffers` is room to work in, reused from call to call.
+    fn add(&self, run: &Run<'_>, blocks: Range<usize>, buffers: &mut Vec<f32>, partial: &mut Partial<'_>) {
+        let (dim, group) = (self.dim, self.group);
+        let rows = run.tokens * group;
+        buffers.resize(rows * (dim + CHUNK_LEN) + BLOCK_LEN * dim, 0.0);
+        let (q, rest) = buffers.split_at_mut(rows * dim);
+        let (scores, widened) = rest.split_at_mut(rows * CHUNK_LEN);
+        for (t, q) in q.chunks_exact_mut(group * dim).enumerate() {
+            let at = (run.row + t) * self.stride + self.queries_at + run.kv_head * group * dim;
+            q.copy_from_slice(&self.x[at..at + group * dim]);
+        }
+        simd::scale(self.isa, q, self.shape.scale);
+
+        let end = run.position + run.tokens;
+        for start in blocks.clone().step_by(CHUNK_BLOCKS) {
+            let chunk = start..(start + CHUNK_BLOCKS).min(blocks.end);
+            for (i, b) in chunk.clone().enumerate() {
+                let keys = self.cache.key_block(self.layer, run.kv_head, run.block_table[b] as usize);
+                let keys = widen(self.isa, keys, widened);
+                simd::scores(self.isa, q, keys, dim, &mut scores[i * BLOCK_LEN..], CHUNK_LEN);
+            }
+            for r in 0..rows {
+                let row = &mut scores[r * CHUNK_LEN..r * CHUNK_LEN + chunk.len() * BLOCK_LEN];
+                let sums = &mut partial.sums[r * dim..(r + 1) * dim];
+                self.weights(row, start * BLOCK_LEN, run.position + r / group, &mut partial.state[r], sums);
+            }
+            for (i, b) in chunk.enumerate() {
+                let values = self.cache.value_block(self.layer, run.kv_head, run.block_table[b] as usize);
+                // Slots beyond the sequence hold what an earlier owner left, which may be NaN: a weight of 0 is not enough.
+                let slots = (end - b * BLOCK_LEN).min(BLOCK_LEN);
+                let values = &widen(self.isa, values, widened)[..slots * dim];
+                simd::weighted_values(self.isa, &scores[i * BLOCK_LEN..], CHUNK_LEN, values, dim, partial.sums);
+            }
+        }
+    }
+
     /// Turns the scores of positions from `first` on into weights relative to the running maximum, and rescales what has
     /// been summed up where the maximum grew.
-    fn weights(&self, scores: &mut [f32], first: usize, position: usize, state: &mut (f32, f32), sums: &mut [f32]) {
-        let visible = self.first_visible(position).saturating_sub(first).min(scores.len())
-            ..(position + 1).saturating_sub(first).min(scores.len());
-        if let Some(cap) = self.shape.soft_cap {
-            simd::soft_cap(self.isa, &mut scores[visible.start..visible.end.max(visible.start)], cap);
-        }
+    fn weights(&self, scores: &mut [f32], first: usize, position: usize, state: &mut [f32; 2], sums: &mut [f32]) {
+        let end = (position + 1).saturating_sub(first).min(scores.len());
+        let start = self.first_visible(position).saturating_sub(first).min(end);
         // Positions that are not visible may hold anything, a NaN of an earlier owner of the block included.
-        scores[..visible.start].fill(f32::NEG_INFINITY);
-        scores[visible.end.max(visible.start)..].fill(f32::NEG_INFINITY);
-        if visible.is_empty() {
-            scores.fill(0.0);
+        scores[..start].fill(0.0);
+        scores[end..].fill(0.0);
+        let scores = &mut scores[start..end];
+        if scores.is_empty() {
             return;
         }
-        let max = simd::max(self.isa, scores).max(state.0);
-        if max > state.0 {
-            let factor = (state.0 - max).exp();
-            simd::scale(self.isa, sums, factor);
-            *state = (max, state.1 * factor);
+        if let Some(cap) = self.shape.soft_cap {
+            simd::soft_cap(self.isa, scores, cap);
         }
-        state.1 += simd::exp_and_sum(self.isa, scores, max);
+        let max = simd::max(self.isa, scores).max(state[0]);
+        if max > state[0] {
+            let factor = (state[0] - max).exp();
+            simd::scale(self.isa, sums, factor);
+            *state = [max, state[1] * factor];
+        }
+        state[1] += simd::exp_and_sum(self.isa, scores, max);
+    }
+
+    /// Adds the sums over later keys.
+    fn merge(&self, into: &mut Partial<'_>, from: &Partial<'_>) {
+        let rows = into.sums.chunks_exact_mut(self.dim).zip(from.sums.chunks_exact(self.dim));
+        for (((sums, more), state), other) in rows.zip(into.state.iter_mut()).zip(from.state.iter()) {
+            let max = state[0].max(other[0]);
+            // Nothing was visible in either.
+            if max == f32::NEG_INFINITY && !(state[1] + other[1]).is_nan() {
+                continue;
+            }
+            let (own, others) = ((state[0] - max).exp(), (other[0] - max).exp());
+            for (sum, v) in sums.iter_mut().zip(more) {
+                *sum = *sum * own + v * others;
+            }
+            *state = [max, state[1] * own + other[1] * others];
+        }
+    }
+
+    /// Writes token `t` of a run: the heads of its group.
+    fn finish(&self, partial: &mut Partial<'_>, t: usize, out: &mut [f32]) {
+        for (h, out) in out.chunks_exact_mut(self.dim).enumerate() {
+            let row = t * self.group + h;
+            let sums = &mut partial.sums[row * self.dim..(row + 1) * self.dim];
+            simd::scale(self.isa, sums, 1.0 / partial.state[row][1]);
+            out.copy_from_slice(sums);
+        }
     }
 }
 

@@ -3,9 +3,8 @@
 //! Per layer and key/value head, a block holds 16 positions: keys as `[D][16]`, so that one vector holds the same
 //! element of sixteen keys and scores need no sums across lanes; values as `[16][D]`.
 
-use half::f16;
-
 use crate::context::Context;
+use crate::simd;
 
 /// Positions in a block.
 pub const BLOCK_LEN: usize = 16;
@@ -174,10 +173,11 @@ impl KvCache {
         let job = Job { shape, sequences, x, stride };
         match (&mut self.keys, &mut self.values) {
             (Storage::F32(k), Storage::F32(v)) => {
-                job.run(cx, &mut k[range.clone()], &mut v[range], keys_at, values_at, |v| v);
+                let copy = |from: &[f32], to: &mut [f32]| to.copy_from_slice(from);
+                job.run(cx, &mut k[range.clone()], &mut v[range], keys_at, values_at, copy);
             }
             (Storage::F16(k), Storage::F16(v)) => {
-                let narrow = |v: f32| f16::from_f32(v).to_bits();
+                let narrow = |from: &[f32], to: &mut [u16]| simd::narrow_f16(cx.isa(), from, to);
                 job.run(cx, &mut k[range.clone()], &mut v[range], keys_at, values_at, narrow);
             }
             _ => unreachable!("keys and values are made with one type"),
@@ -202,7 +202,7 @@ impl Job<'_> {
         values: &mut [T],
         keys_at: usize,
         values_at: usize,
-        store: impl Fn(f32) -> T + Sync,
+        store: impl Fn(&[f32], &mut [T]) + Sync,
     ) {
         let (dim, per_head) = (self.shape.head_dim, self.shape.blocks * self.shape.block_elements());
         if per_head == 0 {
@@ -220,7 +220,14 @@ impl Job<'_> {
         }
     }
 
-    fn head<T>(&self, key_at: usize, value_at: usize, keys: &mut [T], values: &mut [T], store: &impl Fn(f32) -> T) {
+    fn head<T>(
+        &self,
+        key_at: usize,
+        value_at: usize,
+        keys: &mut [T],
+        values: &mut [T],
+        store: &impl Fn(&[f32], &mut [T]),
+    ) {
         let (dim, elements) = (self.shape.head_dim, self.shape.block_elements());
         let mut first_row = 0;
         for sequence in self.sequences {
@@ -233,14 +240,15 @@ impl Job<'_> {
                 let rows = &self.x[(first_row + t) * self.stride..];
                 let keys = &mut keys[at..at + elements];
                 for (d, slots) in keys.chunks_exact_mut(BLOCK_LEN).enumerate() {
-                    for (i, key) in slots[slot..slot + run].iter_mut().enumerate() {
-                        *key = store(rows[i * self.stride + key_at + d]);
+                    let mut column = [0.0f32; BLOCK_LEN];
+                    for (key, row) in column.iter_mut().zip(rows.chunks(self.stride)).take(run) {
+                        *key = row[key_at + d];
                     }
+                    store(&column[..run], &mut slots[slot..slot + run]);
                 }
                 let values = &mut values[at + slot * dim..at + (slot + run) * dim];
-                for (i, value) in values.chunks_exact_mut(dim).enumerate() {
-                    let row = &rows[i * self.stride + value_at..i * self.stride + value_at + dim];
-                    value.iter_mut().zip(row).for_each(|(value, v)| *value = store(*v));
+                for (value, row) in values.chunks_exact_mut(dim).zip(rows.chunks(self.stride)) {
+                    store(&row[value_at..value_at + dim], value);
                 }
                 t += run;
             }

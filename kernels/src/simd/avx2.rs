@@ -9,6 +9,7 @@ use super::{
 };
 use crate::weight::RowsWeight;
 
+super::elementwise::attention_instances!(true, #[target_feature(enable = "avx2,fma,f16c")]);
 super::elementwise::instances!(true, #[target_feature(enable = "avx2,fma,f16c")]);
 
 #[target_feature(enable = "avx2,fma,f16c")]
@@ -104,4 +105,9 @@ pub(super) fn dot_direct(
 #[target_feature(enable = "avx2,fma,f16c")]
 pub(super) fn gather_direct(direct: &DirectAcc) -> Acc {
     portable::gather_direct(direct)
+}
+
+#[target_feature(enable = "avx2,fma,f16c")]
+pub(super) fn narrow_f16(values: &[f32], out: &mut [u16]) {
+    portable::narrow_f16(values, out)
 }

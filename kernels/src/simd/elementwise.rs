@@ -54,16 +54,6 @@ macro_rules! instances {
         }
 
         $(#[$attribute])*
-        pub(super) fn scores(q: &[f32], keys: &[f32], head_dim: usize, out: &mut [f32], stride: usize) {
-            $crate::simd::generic::scores::<$fma>(q, keys, head_dim, out, stride);
-        }
-
-        $(#[$attribute])*
-        pub(super) fn weighted_values(weights: &[f32], stride: usize, values: &[f32], head_dim: usize, out: &mut [f32]) {
-            $crate::simd::generic::weighted_values::<$fma>(weights, stride, values, head_dim, out);
-        }
-
-        $(#[$attribute])*
         pub(super) fn dot_float(
             panel: &$crate::simd::FloatPanel,
             len: usize,
@@ -76,4 +66,19 @@ macro_rules! instances {
     };
 }
 
-pub(super) use instances;
+/// The two products of attention, for files that do not have their own.
+macro_rules! attention_instances {
+    ($fma:literal, $(#[$attribute:meta])*) => {
+        $(#[$attribute])*
+        pub(super) fn scores(q: &[f32], keys: &[f32], head_dim: usize, out: &mut [f32], stride: usize) {
+            $crate::simd::generic::scores::<$fma>(q, keys, head_dim, out, stride);
+        }
+
+        $(#[$attribute])*
+        pub(super) fn weighted_values(weights: &[f32], stride: usize, values: &[f32], head_dim: usize, out: &mut [f32]) {
+            $crate::simd::generic::weighted_values::<$fma>(weights, stride, values, head_dim, out);
+        }
+    };
+}
+
+pub(super) use {attention_instances, instances};

@@ -1,6 +1,10 @@
 //! Bodies that the compiler vectorises well: written once, compiled for each instruction set by the files beside.
 //!
+//! Loops over rows are indexed, so that small arrays stay in registers.
+//!
 //! `FMA` says whether the target has fused multiply-add; without it `mul_add` would be a call.
+
+#![allow(clippy::needless_range_loop)]
 
 use crate::kv_cache::BLOCK_LEN;
 use crate::simd::{Acc, FloatPanel};
@@ -127,7 +131,6 @@ pub(crate) fn max(values: &[f32]) -> f32 {
 #[inline(always)]
 pub(crate) fn exp_and_sum<const FMA: bool>(values: &mut [f32], shift: f32) -> f32 {
     for v in values.iter_mut() {
-        // -inf - -inf is NaN: rows that are masked out are not passed here.
         *v = if *v == f32::NEG_INFINITY { 0.0 } else { exp::<FMA>(*v - shift) };
     }
     sum_of::<FMA>(values, |v, sum| v + sum)
@@ -146,38 +149,64 @@ pub(crate) fn soft_cap<const FMA: bool>(values: &mut [f32], cap: f32) {
 #[inline(always)]
 pub(crate) fn scores<const FMA: bool>(q: &[f32], keys: &[f32], head_dim: usize, scores: &mut [f32], stride: usize) {
     let keys = keys.as_chunks::<BLOCK_LEN>().0;
-    let rows = q.len() / head_dim;
-    let mut r = 0;
-    while r + 4 <= rows {
-        let q: [&[f32]; 4] = std::array::from_fn(|i| &q[(r + i) * head_dim..(r + i + 1) * head_dim]);
-        let mut sums = [[0.0f32; BLOCK_LEN]; 4];
-        for (d, keys) in keys.iter().enumerate().take(head_dim) {
-            for (sums, q) in sums.iter_mut().zip(q) {
-                for (sum, key) in sums.iter_mut().zip(keys) {
-                    *sum = madd::<FMA>(q[d], *key, *sum);
+    let mut rows = q.chunks_exact(head_dim);
+    let mut at = 0;
+    loop {
+        // Rows times chains of sums: enough to hide the latency of an addition.
+        let left = rows.len();
+        let done = match left {
+            8.. => scores_of::<FMA, 8, 1>(&mut rows, keys, &mut scores[at * stride..], stride),
+            4.. => scores_of::<FMA, 4, 2>(&mut rows, keys, &mut scores[at * stride..], stride),
+            3 => scores_of::<FMA, 3, 2>(&mut rows, keys, &mut scores[at * stride..], stride),
+            2 => scores_of::<FMA, 2, 4>(&mut rows, keys, &mut scores[at * stride..], stride),
+            1 => scores_of::<FMA, 1, 8>(&mut rows, keys, &mut scores[at * stride..], stride),
+            _ => return,
+        };
+        at += done;
+    }
+}
+
+#[inline(always)]
+fn scores_of<'q, const FMA: bool, const R: usize, const C: usize>(
+    rows: &mut impl Iterator<Item = &'q [f32]>,
+    keys: &[[f32; BLOCK_LEN]],
+    scores: &mut [f32],
+    stride: usize,
+) -> usize {
+    let mut q = [[].as_slice(); R];
+    for q in &mut q {
+        *q = rows.next().unwrap_or(&[]);
+    }
+    let mut sums = [[[0.0f32; BLOCK_LEN]; C]; R];
+    let (chunks, rest) = keys.as_chunks::<C>();
+    for (i, keys) in chunks.iter().enumerate() {
+        for r in 0..R {
+            let q = &q[r][C * i..C * i + C];
+            for c in 0..C {
+                for (sum, key) in sums[r][c].iter_mut().zip(&keys[c]) {
+                    *sum = madd::<FMA>(q[c], *key, *sum);
                 }
             }
         }
-        for (i, sums) in sums.iter().enumerate() {
-            scores[(r + i) * stride..(r + i) * stride + BLOCK_LEN].copy_from_slice(sums);
-        }
-        r += 4;
     }
-    for r in r..rows {
-        let q = &q[r * head_dim..(r + 1) * head_dim];
-        // Two chains, since a single row has no other work to hide the latency of its sums.
-        let mut sums = [[0.0f32; BLOCK_LEN]; 4];
-        for (q, keys) in q.chunks(4).zip(keys.chunks(4)) {
-            for ((sums, q), keys) in sums.iter_mut().zip(q).zip(keys) {
-                for (sum, key) in sums.iter_mut().zip(keys) {
-                    *sum = madd::<FMA>(*q, *key, *sum);
-                }
+    for (i, keys) in rest.iter().enumerate() {
+        for r in 0..R {
+            let q = q[r][C * chunks.len() + i];
+            for (sum, key) in sums[r][0].iter_mut().zip(keys) {
+                *sum = madd::<FMA>(q, *key, *sum);
             }
         }
-        for (i, score) in scores[r * stride..r * stride + BLOCK_LEN].iter_mut().enumerate() {
-            *score = (sums[0][i] + sums[1][i]) + (sums[2][i] + sums[3][i]);
-        }
     }
+    for r in 0..R {
+        let mut total = sums[r][0];
+        for c in 1..C {
+            for (total, sum) in total.iter_mut().zip(&sums[r][c]) {
+                *total += sum;
+            }
+        }
+        scores[r * stride..r * stride + BLOCK_LEN].copy_from_slice(&total);
+    }
+    R
 }
 
 /// Adds the first slots of a block of values `[slots][D]`, weighted with `weights[r * stride + slot]`, to rows `out`
@@ -190,25 +219,72 @@ pub(crate) fn weighted_values<const FMA: bool>(
     head_dim: usize,
     out: &mut [f32],
 ) {
-    let slots = values.len() / head_dim;
-    for (r, out) in out.chunks_exact_mut(head_dim).enumerate() {
-        let weights = &weights[r * stride..r * stride + slots];
-        let (chunks, rest) = out.as_chunks_mut::<64>();
-        let wide = chunks.len() * 64;
-        for (i, out) in chunks.iter_mut().enumerate() {
-            let mut sums = *out;
-            for (w, values) in weights.iter().zip(values.chunks_exact(head_dim)) {
-                for (sum, v) in sums.iter_mut().zip(&values[64 * i..64 * i + 64]) {
-                    *sum = madd::<FMA>(*w, *v, *sum);
-                }
-            }
-            *out = sums;
+    let (mut weights, mut out) = (weights, out);
+    loop {
+        let rows = match out.len() / head_dim {
+            0 => return,
+            rows => rows.min(4),
+        };
+        let (now, later) = std::mem::take(&mut out).split_at_mut(rows * head_dim);
+        match rows {
+            4 => values_of::<FMA, 4>(weights, stride, values, head_dim, now),
+            3 => values_of::<FMA, 3>(weights, stride, values, head_dim, now),
+            2 => values_of::<FMA, 2>(weights, stride, values, head_dim, now),
+            _ => values_of::<FMA, 1>(weights, stride, values, head_dim, now),
         }
-        for (w, values) in weights.iter().zip(values.chunks_exact(head_dim)) {
-            for (sum, v) in rest.iter_mut().zip(&values[wide..]) {
-                *sum = madd::<FMA>(*w, *v, *sum);
+        out = later;
+        weights = weights.get(rows * stride..).unwrap_or(&[]);
+    }
+}
+
+#[inline(always)]
+fn values_of<const FMA: bool, const R: usize>(
+    weights: &[f32],
+    stride: usize,
+    values: &[f32],
+    head_dim: usize,
+    out: &mut [f32],
+) {
+    let mut at = 0;
+    while at + 64 <= head_dim {
+        columns_of::<FMA, R, 64>(weights, stride, values, head_dim, at, out);
+        at += 64;
+    }
+    while at + 16 <= head_dim {
+        columns_of::<FMA, R, 16>(weights, stride, values, head_dim, at, out);
+        at += 16;
+    }
+    while at < head_dim {
+        columns_of::<FMA, R, 1>(weights, stride, values, head_dim, at, out);
+        at += 1;
+    }
+}
+
+/// Columns `at .. at + W`.
+#[inline(always)]
+fn columns_of<const FMA: bool, const R: usize, const W: usize>(
+    weights: &[f32],
+    stride: usize,
+    values: &[f32],
+    head_dim: usize,
+    at: usize,
+    out: &mut [f32],
+) {
+    let mut sums = [[0.0f32; W]; R];
+    for r in 0..R {
+        sums[r].copy_from_slice(&out[r * head_dim + at..r * head_dim + at + W]);
+    }
+    for (slot, values) in values.chunks_exact(head_dim).enumerate() {
+        let values = &values[at..at + W];
+        for r in 0..R {
+            let weight = weights[r * stride + slot];
+            for (sum, v) in sums[r].iter_mut().zip(values) {
+                *sum = madd::<FMA>(weight, *v, *sum);
             }
         }
+    }
+    for r in 0..R {
+        out[r * head_dim + at..r * head_dim + at + W].copy_from_slice(&sums[r]);
     }
 }
 

@@ -327,3 +327,8 @@ pub(crate) fn weighted_values(
 pub(crate) fn widen_f16(isa: Isa, bits: &[u16], out: &mut [f32]) {
     dispatch!(isa, widen_f16(bits, out))
 }
+
+/// f32 to the bits of the nearest f16, ties to even.
+pub(crate) fn narrow_f16(isa: Isa, values: &[f32], out: &mut [u16]) {
+    dispatch!(isa, narrow_f16(values, out))
+}

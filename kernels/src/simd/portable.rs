@@ -14,6 +14,7 @@ use crate::quantise::{ACTIVATION_BLOCK, scale_of};
 use crate::recipe::STRIP_K;
 use crate::weight::RowsWeight;
 
+super::elementwise::attention_instances!(false,);
 super::elementwise::instances!(false,);
 
 pub(super) fn unpack_q4(tile: &[u8], out: &mut [[[u8; 4]; TILE_N]; TILE_QUADS]) {
@@ -242,5 +243,11 @@ pub(super) fn dot_rows(
 pub(super) fn widen_f16(bits: &[u16], out: &mut [f32]) {
     for (value, bits) in out.iter_mut().zip(bits) {
         *value = f16::from_bits(*bits).to_f32();
+    }
+}
+
+pub(super) fn narrow_f16(values: &[f32], out: &mut [u16]) {
+    for (bits, value) in out.iter_mut().zip(values) {
+        *bits = f16::from_f32(*value).to_bits();
     }
 }

@@ -16,6 +16,10 @@ use crate::quantise::{ACTIVATION_BLOCK, scale_of};
 use crate::recipe::STRIP_K;
 use crate::weight::{FloatType, RowsWeight};
 
+mod attention;
+
+pub(super) use attention::{scores, weighted_values};
+
 super::elementwise::instances!(true, #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]);
 
 /// Elements of a zmm register of 32-bit lanes.
@@ -692,4 +696,16 @@ pub(super) fn widen_f16(bits: &[u16], out: &mut [f32]) {
         store_f32(out, _mm512_cvtph_ps(unsafe { _mm256_loadu_si256(bits.as_ptr().cast()) }));
     }
     super::portable::widen_f16(rest, tail);
+}
+
+#[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
+pub(super) fn narrow_f16(values: &[f32], out: &mut [u16]) {
+    let (chunks, rest) = values.as_chunks::<LANES>();
+    let (wide, tail) = out.as_chunks_mut::<LANES>();
+    for (values, out) in chunks.iter().zip(wide) {
+        let bits = _mm512_cvtps_ph::<{ _MM_FROUND_TO_NEAREST_INT }>(load_f32(values));
+        // SAFETY: 32 writable bytes.
+        unsafe { _mm256_storeu_si256(out.as_mut_ptr().cast(), bits) };
+    }
+    super::portable::narrow_f16(rest, tail);
 }
