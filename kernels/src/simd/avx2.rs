@@ -23,6 +23,11 @@ pub(super) fn unpack_q8(tile: &[u8], out: &mut [[[u8; 4]; TILE_N]; TILE_QUADS]) 
 }
 
 #[target_feature(enable = "avx2,fma,f16c")]
+pub(super) fn unpack_bits(bits: u32, shift: u32, tile: &[u8], out: &mut [[[u8; 4]; TILE_N]; TILE_QUADS]) {
+    portable::unpack_bits(bits, shift, tile, out)
+}
+
+#[target_feature(enable = "avx2,fma,f16c")]
 pub(super) fn apply_table(table: &[u8; 16], panel: &mut CodePanel) {
     portable::apply_table(table, panel)
 }

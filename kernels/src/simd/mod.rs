@@ -137,7 +137,7 @@ pub(crate) fn unpack_tile(isa: Isa, bits: u32, shift: u32, tile: &[u8], out: &mu
     match (bits, shift) {
         (4, 0) => dispatch!(isa, unpack_q4(tile, out)),
         (8, 0) => dispatch!(isa, unpack_q8(tile, out)),
-        _ => portable::unpack_bits(bits, shift, tile, out),
+        _ => dispatch!(isa, unpack_bits(bits, shift, tile, out)),
     }
 }
 

@@ -158,6 +158,87 @@ pub(super) fn unpack_q8(tile: &[u8], out: &mut [[[u8; 4]; TILE_N]; TILE_QUADS]) 
     }
 }
 
+/// For quad `q` and four neighbouring `t`: which bytes of a 1- or 2-bit tile hold the codes of the 16 positions, one byte
+/// per code. `lane_bytes` is the size of a lane's word.
+const fn bit_sources(q: usize, lane_bytes: usize) -> [u8; 64] {
+    let mut table = [0; 64];
+    let mut i = 0;
+    while i < 64 {
+        let (t, j, e) = (i / 16, i / 4 % 4, i % 4);
+        // A word has `lane_bytes / 4` bytes per j; the odd rows of a column are in the upper half of its fields.
+        let per_j = lane_bytes / 4;
+        table[i] = ((4 * t + q) * lane_bytes + per_j * j + e / 2 * (per_j - 1)) as u8;
+        i += 1;
+    }
+    table
+}
+
+const SOURCES_1: [[u8; 64]; TILE_QUADS] = [bit_sources(0, 4), bit_sources(1, 4), bit_sources(2, 4), bit_sources(3, 4)];
+const SOURCES_2: [[u8; 64]; TILE_QUADS] = [bit_sources(0, 8), bit_sources(1, 8), bit_sources(2, 8), bit_sources(3, 8)];
+
+/// The bit of each code within its byte of a 1-bit tile: fields 0, 1, 4, 5 of the column, 2, 3, 6, 7 of column + 8.
+const fn single_bits(h: usize) -> [u8; 64] {
+    let mut table = [0; 64];
+    let mut i = 0;
+    while i < 64 {
+        table[i] = 1 << ([0, 1, 4, 5][i % 4] + 2 * h);
+        i += 1;
+    }
+    table
+}
+
+/// First bits of the codes within each 8 bytes gathered from a 2-bit tile.
+const fn pair_shifts(h: usize) -> [u8; 64] {
+    let mut table = [0; 64];
+    let mut i = 0;
+    while i < 64 {
+        table[i] = (8 * (i % 8) + 4 * h + 2 * (i % 2)) as u8;
+        i += 1;
+    }
+    table
+}
+
+const SINGLE_BITS: [[u8; 64]; 2] = [single_bits(0), single_bits(1)];
+const PAIR_SHIFTS: [[u8; 64]; 2] = [pair_shifts(0), pair_shifts(1)];
+
+#[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
+pub(super) fn unpack_bits(bits: u32, shift: u32, tile: &[u8], out: &mut [[[u8; 4]; TILE_N]; TILE_QUADS]) {
+    if bits > 2 {
+        return super::portable::unpack_bits(bits, shift, tile, out);
+    }
+    let parts = tile.as_chunks::<64>().0;
+    let place = _mm_cvtsi32_si128(shift as i32);
+    for (q, out) in out.iter_mut().enumerate() {
+        let out = quarters_mut(out);
+        for half in 0..2 {
+            let gathered = match bits {
+                1 => _mm512_permutexvar_epi8(indices(&SOURCES_1[q]), load_u8(&parts[half])),
+                _ => {
+                    let (a, b) = (load_u8(&parts[2 * half]), load_u8(&parts[2 * half + 1]));
+                    _mm512_permutex2var_epi8(a, indices(&SOURCES_2[q]), b)
+                }
+            };
+            for h in 0..2 {
+                let codes = match bits {
+                    1 => {
+                        let set = _mm512_test_epi8_mask(gathered, indices(&SINGLE_BITS[h]));
+                        _mm512_maskz_set1_epi8(set, 1)
+                    }
+                    _ => {
+                        let codes = _mm512_multishift_epi64_epi8(indices(&PAIR_SHIFTS[h]), gathered);
+                        _mm512_and_si512(codes, _mm512_set1_epi8(3))
+                    }
+                };
+                // No code leaves its byte: the highest bit of a plane is below bit 8.
+                let codes = _mm512_sll_epi16(codes, place);
+                let out = &mut out[2 * h + half];
+                let before = if shift == 0 { _mm512_setzero_si512() } else { load_quads(out) };
+                store_quads(out, _mm512_or_si512(before, codes));
+            }
+        }
+    }
+}
+
 #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
 pub(super) fn apply_table(table: &[u8; 16], panel: &mut CodePanel) {
     // SAFETY: 16 readable bytes.
