@@ -1,5 +1,6 @@
 //! From a tensor of the manifest to the geometry of its bytes, with every number checked.
 
+use crate::codec::ggml::raw;
 use crate::encoding;
 use crate::layout::{LayoutError, PLANE_ALIGN, RECORD_ALIGN, TiledMatrix};
 use crate::manifest::{Layout, Plane, Tensor};
@@ -126,7 +127,24 @@ impl Tensor {
                 let row = self.shape.iter().skip(1).try_fold(size, |product, &axis| product.checked_mul(axis));
                 row.ok_or_else(overflow)?
             }
-            Layout::GgmlRaw { row_bytes, .. } => *row_bytes,
+            Layout::GgmlRaw { ggml_type, row_bytes } => {
+                let invalid = |text: String| GeometryError::Invalid(text);
+                let format = raw::by_name(ggml_type)
+                    .ok_or_else(|| invalid(format!("ggml type {ggml_type:?} is unknown to this version")))?;
+                if self.decode != format.decode_name {
+                    return Err(invalid(format!("decode {:?} does not belong to {ggml_type}", self.decode)));
+                }
+                let k = self.shape.iter().skip(1).try_fold(1u64, |product, &axis| product.checked_mul(axis));
+                let weights = format.weights as u64;
+                let expected = k.filter(|k| k.is_multiple_of(weights)).map(|k| k / weights);
+                let expected = expected.and_then(|blocks| blocks.checked_mul(format.bytes as u64));
+                if expected != Some(*row_bytes) {
+                    let shape = &self.shape;
+                    let text = format!("rows of {row_bytes} bytes, {ggml_type} of shape {shape:?} gives {expected:?}");
+                    return Err(invalid(text));
+                }
+                *row_bytes
+            }
             Layout::Marlin { .. } => 0,
         };
         rows.checked_mul(row_bytes).ok_or_else(overflow)?;
@@ -169,7 +187,7 @@ impl Tensor {
                 let record_end = e.record_offset.checked_add(e.record_size);
                 let last = match (e.stride, &e.offsets) {
                     (Some(stride), None) => {
-                        let whole = stride >= e.record_size && stride.is_multiple_of(RECORD_ALIGN);
+                        let whole = stride >= e.record_size.max(RECORD_ALIGN) && stride.is_multiple_of(RECORD_ALIGN);
                         e.count
                             .checked_sub(1)
                             .filter(|_| whole)

@@ -12,8 +12,10 @@ pub use crate::encoding::MAX_SCALE_PLANES;
 pub const PLANE_ALIGN: u64 = 256;
 /// Every expert record starts at a multiple of this many bytes.
 pub const RECORD_ALIGN: u64 = 4096;
-/// Largest extent of an axis; keeps every product of two axes and an element size within `u64`.
+/// Largest extent of an axis.
 pub const MAX_AXIS: u64 = 1 << 31;
+/// Largest number of codes in a padded matrix; keeps every plane's size in bytes within `u64`.
+pub const MAX_CODES: u64 = 1 << 56;
 
 /// What can be wrong with the geometry of a matrix.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -26,6 +28,14 @@ pub enum LayoutError {
         axis: char,
         /// Its extent.
         found: u64,
+    },
+    /// The matrix has more than [`MAX_CODES`] codes.
+    #[error("{n} x {k} codes are more than {MAX_CODES}")]
+    TooLarge {
+        /// Padded out-features.
+        n: u64,
+        /// In-features.
+        k: u64,
     },
     /// K is not a whole number of groups.
     #[error("K = {k} is not a multiple of the group size {group_size}")]
@@ -109,6 +119,9 @@ impl TiledMatrix {
             parts.push(part);
         }
         axis('N', start)?;
+        if k * start > MAX_CODES {
+            return Err(LayoutError::TooLarge { n: start, k });
+        }
         for plane in spec.scales {
             match plane.span {
                 Span::Group if group_size == 0 || group_size > MAX_AXIS => {
