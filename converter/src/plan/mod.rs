@@ -189,7 +189,7 @@ fn describe(name: String, parts: &[Entry]) -> Result<(Tensor, Geometry), PlanErr
             let rows = parts.iter().map(rows_of).sum();
             let layout = Layout::GgmlRaw { ggml_type: (*name).to_owned(), row_bytes: *row_bytes };
             let geometry = Geometry::Rows { rows, row_bytes: *row_bytes };
-            (layout, format!("ggml.{name}@1"), geometry, with_rows(shape, rows), None)
+            (layout, format!("{name}.ggml@1"), geometry, with_rows(shape, rows), None)
         }
         Storage::Tiled { codec, shape, .. } => {
             let spec = codec.spec();
