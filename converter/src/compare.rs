@@ -189,7 +189,7 @@ impl Side<'_> {
                 format!("{rows} rows of {:?} as plain.{dtype}@1", shape.get(1..))
             }
             Storage::Raw { name, shape, .. } => {
-                format!("{} rows of {:?} as ggml.{name}@1", shape.first().copied().unwrap_or(1), shape.get(1..))
+                format!("{} rows of {:?} as {name}.ggml@1", shape.first().copied().unwrap_or(1), shape.get(1..))
             }
             Storage::Tiled { codec, shape, .. } => {
                 format!("{} rows of {:?} as {}", shape.n, Some(&[shape.k as u64][..]), codec.spec().decode)
