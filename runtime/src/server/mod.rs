@@ -11,6 +11,7 @@ pub mod fields;
 pub mod messages;
 pub mod state;
 
+mod anthropic;
 mod chat;
 mod chat_answer;
 mod choices;
@@ -19,6 +20,7 @@ mod envelope;
 mod listen;
 mod logprobs;
 mod params;
+mod responses;
 mod sse;
 mod status;
 mod structured;
@@ -193,6 +195,9 @@ pub fn router(state: &Arc<AppState>) -> Result<Router, String> {
     let mut app = Router::new()
         .route("/v1/chat/completions", post(chat::handle))
         .route("/v1/completions", post(completions::handle))
+        .route("/v1/responses", post(responses::handle))
+        .route("/v1/messages", post(anthropic::handle))
+        .route("/v1/messages/count_tokens", post(anthropic::count_tokens))
         .route("/v1/models", get(status::models))
         .route("/v1/models/{*name}", get(status::model))
         .route("/tokenize", post(tokenize::tokenize))

@@ -25,17 +25,22 @@ impl Piece {
         Self { event: None, data: value.to_string() }
     }
 
+    /// An event with a name.
+    pub fn named(event: &'static str, value: &Value) -> Self {
+        Self { event: Some(event), data: value.to_string() }
+    }
+
     /// The end of OpenAI's streams.
     pub fn done() -> Self {
         Self { event: None, data: "[DONE]".to_owned() }
     }
 
     fn into_event(self) -> Event {
-        let event = Event::default().data(self.data);
-        match self.event {
-            Some(name) => event.event(name),
-            None => event,
-        }
+        let event = match self.event {
+            Some(name) => Event::default().event(name),
+            None => Event::default(),
+        };
+        event.data(self.data)
     }
 }
 

@@ -100,6 +100,21 @@ impl Reply {
         error
     }
 
+    /// The pieces of a stream of named events, whose names are checked.
+    #[track_caller]
+    pub fn named_pieces(&self) -> Vec<Value> {
+        assert_eq!(self.status, 200, "{}", self.text());
+        let events = self.text().split("\n\n").filter(|event| !event.is_empty());
+        events
+            .map(|event| {
+                let (name, data) = event.split_once('\n').unwrap();
+                let data: Value = serde_json::from_str(data.strip_prefix("data: ").unwrap()).unwrap();
+                assert_eq!(name.strip_prefix("event: ").unwrap(), data["type"]);
+                data
+            })
+            .collect()
+    }
+
     /// The pieces of a stream, whose end is checked.
     #[track_caller]
     pub fn pieces(&self) -> Vec<Value> {

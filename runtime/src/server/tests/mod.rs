@@ -1,5 +1,6 @@
 //! The server over real sockets, with the stand-in model.
 
+mod adapters;
 mod api;
 mod client;
 mod lifecycle;
