@@ -1,6 +1,7 @@
 //! The command line of `vt-run`. Every flag has an environment twin, which the help names.
 
-use clap::{Parser, ValueEnum};
+use crate::load::upload::{IoMode, UploadOptions};
+use clap::{Args as _, CommandFactory, FromArgMatches, Parser, ValueEnum};
 use std::path::PathBuf;
 use std::str::FromStr;
 
@@ -21,6 +22,8 @@ pub struct Cli {
 
     #[command(flatten)]
     pub device: DeviceArgs,
+    #[command(flatten)]
+    pub upload: UploadArgs,
     #[command(flatten)]
     pub memory: MemoryArgs,
     #[command(flatten)]
@@ -45,6 +48,60 @@ pub struct Cli {
     pub log: String,
 }
 
+/// Measures loading: the link's and the disk's own rates, then whole loads, in one run.
+#[derive(Clone, Debug, clap::Args)]
+pub struct BenchLoad {
+    /// Folder of the bundle.
+    #[arg(long, value_name = "DIR", env = "VT_BUNDLE")]
+    pub bundle: PathBuf,
+    /// Index of the GPU.
+    #[arg(long, value_name = "N", env = "VT_DEVICE_INDEX", default_value_t = 0)]
+    pub device_index: u32,
+    /// Loads to make.
+    #[arg(long, value_name = "N", env = "VT_REPEAT", default_value_t = 5)]
+    pub repeat: u32,
+    /// Drop the files from the page cache before every load.
+    #[arg(long, env = "VT_COLD")]
+    pub cold: bool,
+    /// Who checks the weights.
+    #[arg(long, value_enum, env = "VT_VERIFY", default_value = "device")]
+    pub verify: VerifyArg,
+    /// Print JSON.
+    #[arg(long, env = "VT_JSON")]
+    pub json: bool,
+    #[allow(missing_docs)]
+    #[command(flatten)]
+    pub upload: UploadArgs,
+}
+
+/// What the command line asks for.
+#[derive(Clone, Debug)]
+pub enum Invocation {
+    /// Everything without a subcommand.
+    Run(Box<Cli>),
+    /// `bench-load`.
+    BenchLoad(Box<BenchLoad>),
+}
+
+impl Invocation {
+    /// Parses the process's arguments; ends the process where they are wrong or ask for help.
+    pub fn parse() -> Self {
+        let matches = command().get_matches();
+        let parsed = match matches.subcommand() {
+            Some((_, own)) => BenchLoad::from_arg_matches(own).map(|b| Self::BenchLoad(Box::new(b))),
+            None => Cli::from_arg_matches(&matches).map(|c| Self::Run(Box::new(c))),
+        };
+        parsed.unwrap_or_else(|error| error.exit())
+    }
+}
+
+/// The whole definition, subcommand included.
+pub fn command() -> clap::Command {
+    let about = "Measure loading: the link's and the disk's own rates, then whole loads, in one run";
+    let bench = BenchLoad::augment_args(clap::Command::new("bench-load")).about(about);
+    Cli::command().subcommand(bench).subcommand_negates_reqs(true).args_conflicts_with_subcommands(true)
+}
+
 /// Where and how to compute.
 #[derive(Clone, Debug, clap::Args)]
 #[command(next_help_heading = "Device")]
@@ -58,9 +115,55 @@ pub struct DeviceArgs {
     /// Activations in matrix products on the CPU: 8-bit blocks (faster) or f32 (what weight-only references do).
     #[arg(long, value_enum, env = "VT_ACTIVATIONS", default_value = "int8")]
     pub activations: ActivationsArg,
-    /// How the weights are checked against the manifest before the first token.
-    #[arg(long, value_enum, env = "VT_VERIFY", default_value = "host")]
-    pub verify: VerifyArg,
+    /// Who checks the weights against the manifest before the first token; the device where it is a GPU, else the host.
+    #[arg(long, value_enum, env = "VT_VERIFY")]
+    pub verify: Option<VerifyArg>,
+    /// This process's rank among --tp-size; loads its slice of every tensor.
+    #[arg(long, value_name = "R", env = "VT_TP_RANK", default_value_t = 0, requires = "load_only")]
+    pub tp_rank: u32,
+    /// Degree of tensor parallelism. Above 1 only with --load-only.
+    #[arg(long, value_name = "N", env = "VT_TP_SIZE", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1024))]
+    pub tp_size: u32,
+}
+
+/// How an image reaches a GPU. The defaults are the fastest that were measured.
+#[derive(Clone, Debug, clap::Args)]
+#[command(next_help_heading = "Upload to a GPU")]
+pub struct UploadArgs {
+    /// How files are read: through the page cache, past it, out of a mapping; auto goes past it where they are not in it.
+    #[arg(long, value_enum, env = "VT_IO", default_value = "auto")]
+    pub io: IoArg,
+    /// MiB of one copy and of one staging buffer; a power of two.
+    #[arg(long, value_name = "MIB", env = "VT_UPLOAD_CHUNK", default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..=1024))]
+    pub upload_chunk: u32,
+    /// Staging buffers.
+    #[arg(long, value_name = "N", env = "VT_UPLOAD_DEPTH", default_value_t = 16, value_parser = clap::value_parser!(u16).range(2..=4096))]
+    pub upload_depth: u16,
+    /// Threads that read.
+    #[arg(long, value_name = "N", env = "VT_UPLOAD_READERS", default_value_t = 8, value_parser = clap::value_parser!(u16).range(1..=256))]
+    pub upload_readers: u16,
+    /// Drop the files from the page cache once they are read.
+    #[arg(long, env = "VT_UPLOAD_DROP_CACHE")]
+    pub upload_drop_cache: bool,
+}
+
+impl UploadArgs {
+    /// As the loader takes them.
+    pub fn options(&self) -> UploadOptions {
+        let io = match self.io {
+            IoArg::Auto => IoMode::Auto,
+            IoArg::Mmap => IoMode::Mmap,
+            IoArg::Pread => IoMode::Pread,
+            IoArg::Direct => IoMode::Direct,
+        };
+        UploadOptions {
+            chunk_bytes: u64::from(self.upload_chunk) << 20,
+            depth: usize::from(self.upload_depth),
+            readers: usize::from(self.upload_readers),
+            io,
+            drop_cache: self.upload_drop_cache,
+        }
+    }
 }
 
 /// Sizes.
@@ -82,6 +185,19 @@ pub struct MemoryArgs {
     /// Size of the key/value cache; where absent, enough for all sequences, at most 4 GiB and what is available.
     #[arg(long, value_name = "BYTES", env = "VT_KV_CACHE_MEMORY_BYTES")]
     pub kv_cache_memory_bytes: Option<u64>,
+    /// Share of a GPU's memory that may be used.
+    #[arg(long, value_name = "SHARE", env = "VT_GPU_MEMORY_UTILIZATION", default_value_t = 0.9, value_parser = share)]
+    pub gpu_memory_utilization: f64,
+    /// Plan as if the GPU had this much memory in all, at most what it has.
+    #[arg(long, value_name = "BYTES", env = "VT_GPU_MEMORY_BYTES")]
+    pub gpu_memory_bytes: Option<u64>,
+}
+
+fn share(text: &str) -> Result<f64, String> {
+    match text.parse() {
+        Ok(value) if value > 0.0 && value <= 1.0 => Ok(value),
+        _ => Err("expected a number above 0, at most 1".to_owned()),
+    }
 }
 
 /// One answer instead of a server.
@@ -97,9 +213,12 @@ pub struct PromptArgs {
     /// Continue these token ids, separated by commas, and exit.
     #[arg(long, value_name = "IDS", env = "VT_PROMPT_IDS", group = "input", value_delimiter = ',')]
     pub prompt_ids: Option<Vec<u32>>,
-    /// Write the logits of every position of the prompt, little-endian f32 [positions, vocabulary], and exit.
+    /// Write the logits of the prompt, little-endian f32 [positions, vocabulary], and exit.
     #[arg(long, value_name = "FILE", env = "VT_LOGITS", requires = "input")]
     pub logits: Option<PathBuf>,
+    /// Positions whose logits are written.
+    #[arg(long, value_enum, env = "VT_LOGITS_ROWS", default_value = "all", requires = "logits")]
+    pub logits_rows: LogitsRows,
     /// Tokens to generate, at most.
     #[arg(long, value_name = "N", env = "VT_MAX_TOKENS", default_value_t = 128)]
     pub max_tokens: usize,
@@ -210,10 +329,34 @@ pub enum ActivationsArg {
 /// Value of `--verify`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum VerifyArg {
+    /// BLAKE3 of every leaf, on the GPU, in its final place.
+    Device,
     /// BLAKE3 of every leaf, on the host.
     Host,
     /// Manifest, sizes and text assets only.
     Off,
+}
+
+/// Value of `--logits-rows`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum LogitsRows {
+    /// Every position.
+    All,
+    /// The last one: exactly what the first token is chosen from.
+    Last,
+}
+
+/// Value of `--io`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum IoArg {
+    /// By what is in the page cache.
+    Auto,
+    /// Out of a mapping.
+    Mmap,
+    /// Through the page cache.
+    Pread,
+    /// Past the page cache (O_DIRECT).
+    Direct,
 }
 
 /// Value of `--kv-cache-dtype`.
@@ -239,13 +382,13 @@ pub enum StatsForm {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use clap::CommandFactory;
 
     #[test]
     fn the_definition_is_consistent_and_every_flag_has_a_twin() {
-        let command = Cli::command();
-        command.clone().debug_assert();
-        for argument in command.get_arguments().filter(|a| !matches!(a.get_id().as_str(), "help" | "version")) {
+        command().debug_assert();
+        let (whole, bench) = (command(), BenchLoad::augment_args(clap::Command::new("bench-load")));
+        let arguments = whole.get_arguments().chain(bench.get_arguments());
+        for argument in arguments.filter(|a| !matches!(a.get_id().as_str(), "help" | "version")) {
             let long = argument.get_long().unwrap_or_else(|| panic!("{} has no long flag", argument.get_id()));
             let twin = format!("VT_{}", long.replace('-', "_").to_uppercase());
             assert_eq!(argument.get_env().and_then(|e| e.to_str()), Some(twin.as_str()), "--{long}");

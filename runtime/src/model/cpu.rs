@@ -5,7 +5,7 @@
 use super::config::{LayerConfig, ModelConfig};
 use super::experts::MlpBuffers;
 use super::graph::{Attention, FeedForward, Graph, VectorRef};
-use super::project::Compute;
+use super::project::{Compute, FineRows};
 use super::workspace::{HEAD_ROWS, Workspace};
 use crate::engine::model::{
     BLOCK_LEN, KvGeometry, LogitsBuffer, LogitsWanted, Model, ModelError, ModelInfo, SequenceStep, check_batch,
@@ -143,6 +143,7 @@ impl<A: HostArena> Model for CpuModel<A> {
         for (rotation, (inv_freq, factor)) in self.workspace.rotations.iter_mut().zip(&self.frequencies) {
             rotation.load(inv_freq, *factor, positions());
         }
+        self.find_wanted_rows(batch);
         for layer in 0..self.graph.layers.len() {
             self.layer(layer, &slots, tokens);
         }
@@ -169,6 +170,22 @@ impl<A: HostArena> CpuModel<A> {
         }
     }
 
+    /// Lists the rows of the step whose logits are wanted, in order.
+    fn find_wanted_rows(&mut self, batch: &[SequenceStep<'_>]) {
+        let rows = &mut self.workspace.wanted_rows;
+        rows.clear();
+        let mut first = 0;
+        for step in batch {
+            let end = first + step.tokens.len() as u32;
+            match step.logits {
+                LogitsWanted::None => {}
+                LogitsWanted::Last => rows.push(end - 1),
+                LogitsWanted::All => rows.extend(first..end),
+            }
+            first = end;
+        }
+    }
+
     fn layer(&mut self, index: usize, slots: &[SequenceSlots<'_>], tokens: usize) {
         let (config, layer) = (&self.config, &self.graph.layers[index]);
         let stream = tokens * config.hidden_size;
@@ -187,6 +204,7 @@ impl<A: HostArena> CpuModel<A> {
         }
 
         norm.apply(&layer.feed_forward_norm, &w.residual[..stream], &mut w.vector, &mut w.normed[..stream]);
+        let fine = FineRows { all: &w.all_rows[..tokens], wanted: &w.wanted_rows };
         let mut buffers = MlpBuffers {
             projected: &mut w.projected,
             inner: &mut w.inner,
@@ -196,9 +214,9 @@ impl<A: HostArena> CpuModel<A> {
         let (x, out) = (&w.normed[..stream], &mut w.block[..stream]);
         match (&layer.feed_forward, &config.moe) {
             (FeedForward::Experts(experts), Some(moe)) => {
-                compute.experts(moe, experts, config.activation, x, &mut w.experts, &mut buffers, out);
+                compute.experts(moe, experts, config.activation, x, fine, &mut w.experts, &mut buffers, out);
             }
-            (FeedForward::Dense(mlp), _) => compute.gated_mlp(mlp, config.activation, x, &mut buffers, out),
+            (FeedForward::Dense(mlp), _) => compute.gated_mlp(mlp, config.activation, x, fine, &mut buffers, out),
             (FeedForward::Experts(_), None) => unreachable!("experts are resolved from a configuration that has them"),
         }
         if let Some(post) = &layer.post_feed_forward_norm {
@@ -215,22 +233,10 @@ impl<A: HostArena> CpuModel<A> {
         let hidden = config.hidden_size;
         let compute = Compute { cx: &self.cx, loaded: &self.loaded, activations: self.activations };
         let w = &mut self.workspace;
-        // Rows asked for, in order, gathered to the front of `block`; the residual stream is not needed any more.
-        let mut rows = 0;
-        let mut first_token = 0;
-        for step in batch {
-            let count = step.tokens.len();
-            let wanted = match step.logits {
-                LogitsWanted::None => 0..0,
-                LogitsWanted::Last => count - 1..count,
-                LogitsWanted::All => 0..count,
-            };
-            for token in wanted {
-                let from = (first_token + token) * hidden;
-                w.block[rows * hidden..(rows + 1) * hidden].copy_from_slice(&w.residual[from..from + hidden]);
-                rows += 1;
-            }
-            first_token += count;
+        // Rows asked for, in order, gathered to the front of `block`.
+        let rows = w.wanted_rows.len();
+        for (row, to) in w.wanted_rows.iter().zip(w.block.chunks_exact_mut(hidden)) {
+            to.copy_from_slice(&w.residual[*row as usize * hidden..][..hidden]);
         }
         if rows == 0 {
             return Ok(());
@@ -240,12 +246,12 @@ impl<A: HostArena> CpuModel<A> {
         let head = &self.graph.head;
         let out = &mut logits.rows_mut()[..rows * config.vocab_size];
         if head.stride == config.vocab_size {
-            compute.project(head, &w.normed[..rows * hidden], &mut w.scratch, &mut w.vector, out);
+            compute.project(head, &w.normed[..rows * hidden], FineRows::NONE, &mut w.scratch, &mut w.vector, out);
         } else {
             let inputs = w.normed[..rows * hidden].chunks(HEAD_ROWS * hidden);
             for (x, out) in inputs.zip(out.chunks_mut(HEAD_ROWS * config.vocab_size)) {
                 let padded = &mut w.head[..x.len() / hidden * head.stride];
-                compute.project(head, x, &mut w.scratch, &mut w.vector, padded);
+                compute.project(head, x, FineRows::NONE, &mut w.scratch, &mut w.vector, padded);
                 let columns = padded.chunks_exact(head.stride).map(|row| &row[head.outputs[0].column..]);
                 for (row, out) in columns.zip(out.chunks_exact_mut(config.vocab_size)) {
                     out.copy_from_slice(&row[..config.vocab_size]);
@@ -306,9 +312,10 @@ impl<A: HostArena> AttentionStep<'_, A> {
         let qkv = &attention_graph.qkv;
         let (stride, dim) = (qkv.stride, config.head_dim);
         let [q_at, k_at, v_at] = [0, 1, 2].map(|i| qkv.outputs[i].column);
+        let fine = FineRows { all: &w.all_rows[..self.tokens], wanted: &w.wanted_rows };
         let x = &w.normed[..self.tokens * config.hidden_size];
         let rows = &mut w.projected[..self.tokens * stride];
-        self.compute.project(qkv, x, &mut w.scratch, &mut w.vector, rows);
+        self.compute.project(qkv, x, fine, &mut w.scratch, &mut w.vector, rows);
 
         let heads = [(q_at, config.num_heads, &attention_graph.q_norm), (k_at, config.num_kv_heads, &attention_graph.k_norm)];
         for (at, count, norm) in heads {
@@ -329,6 +336,6 @@ impl<A: HostArena> AttentionStep<'_, A> {
         let inner = &mut w.inner[..self.tokens * config.query_rows()];
         attention(cx, &shape, cache, self.index, self.slots, rows, stride, q_at, inner);
         let out = &mut w.block[..self.tokens * config.hidden_size];
-        self.compute.project(&attention_graph.output, inner, &mut w.scratch, &mut w.vector, out);
+        self.compute.project(&attention_graph.output, inner, fine, &mut w.scratch, &mut w.vector, out);
     }
 }

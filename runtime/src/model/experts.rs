@@ -2,7 +2,7 @@
 
 use super::config::{Activation, MoeConfig};
 use super::graph::{Experts, GatedMlp};
-use super::project::{Compute, ProjectionScratch};
+use super::project::{Compute, FineRows, ProjectionScratch};
 use super::workspace::ExpertBuffers;
 use crate::load::HostArena;
 use vt_kernels::activation::{Gate, gated};
@@ -23,12 +23,13 @@ impl<A: HostArena> Compute<'_, A> {
         mlp: &GatedMlp,
         activation: Activation,
         x: &[f32],
+        fine: FineRows<'_>,
         buffers: &mut MlpBuffers<'_>,
         out: &mut [f32],
     ) {
         let tokens = x.len() / mlp.gate_up.k;
         let projected = &mut buffers.projected[..tokens * mlp.gate_up.stride];
-        self.project(&mlp.gate_up, x, buffers.scratch, buffers.vector, projected);
+        self.project(&mlp.gate_up, x, fine, buffers.scratch, buffers.vector, projected);
         let inner = &mut buffers.inner[..tokens * mlp.down.k];
         let gate = match activation {
             Activation::Silu => Gate::Silu,
@@ -36,7 +37,7 @@ impl<A: HostArena> Compute<'_, A> {
         };
         let [gate_at, up_at] = [0, 1].map(|i| mlp.gate_up.outputs[i].column);
         gated(self.cx, gate, projected, mlp.gate_up.stride, gate_at, up_at, mlp.down.k, inner);
-        self.project(&mlp.down, inner, buffers.scratch, buffers.vector, out);
+        self.project(&mlp.down, inner, fine, buffers.scratch, buffers.vector, out);
     }
 
     /// `out [T, hidden]`: the weighted sum of each token's experts. The sum is in order of the experts' indices, so that
@@ -47,6 +48,7 @@ impl<A: HostArena> Compute<'_, A> {
         experts: &Experts,
         activation: Activation,
         x: &[f32],
+        fine: FineRows<'_>,
         own: &mut ExpertBuffers,
         buffers: &mut MlpBuffers<'_>,
         out: &mut [f32],
@@ -55,7 +57,7 @@ impl<A: HostArena> Compute<'_, A> {
         let tokens = x.len() / hidden;
         let stride = experts.router.stride;
         let scores = &mut own.scores[..tokens * stride];
-        self.project(&experts.router, x, buffers.scratch, buffers.vector, scores);
+        self.project(&experts.router, x, fine, buffers.scratch, buffers.vector, scores);
         own.choices.clear();
         for row in scores.chunks_exact_mut(stride) {
             let scores = &mut row[experts.router.outputs[0].column..][..moe.num_experts];
@@ -73,12 +75,16 @@ impl<A: HostArena> Compute<'_, A> {
             if count == 0 {
                 continue;
             }
+            own.wanted.clear();
+            let wanted = own.tokens.iter().enumerate().filter(|(_, (t, _))| fine.wanted.binary_search(t).is_ok());
+            own.wanted.extend(wanted.map(|(row, _)| row as u32));
+            let rows = FineRows { all: &fine.all[..count], wanted: &own.wanted };
             let input = &mut own.input[..count * hidden];
             for (&(token, _), row) in own.tokens.iter().zip(input.chunks_exact_mut(hidden)) {
                 row.copy_from_slice(&x[token as usize * hidden..][..hidden]);
             }
             let output = &mut own.output[..count * mlp.down.stride];
-            self.gated_mlp(mlp, activation, input, buffers, output);
+            self.gated_mlp(mlp, activation, input, rows, buffers, output);
             for (&(token, weight), row) in own.tokens.iter().zip(output.chunks_exact(mlp.down.stride)) {
                 let sum = &mut out[token as usize * hidden..][..hidden];
                 sum.iter_mut().zip(row).for_each(|(s, v)| *s += weight * v);

@@ -1,15 +1,19 @@
-//! Activations as the sum of two 8-bit numbers.
+//! Activations as the sum of two 8-bit numbers, for the rows that need it.
 //!
-//! `x = q(x) + r`, with `q` the quantisation that [`vt_kernels::matmul`] applies (blocks of 32, scale `absmax / 127`).
+//! `x = q(x) + r`, with `q` the quantisation that [`vt_kernels::matmul`] applies (blocks of [`vt_kernels::ACTIVATION_BLOCK`], scale
+//! `absmax / 127`).
 //! The rest `r` is at most half a step of `q`, and is quantised in its turn with a scale of its own, so that what is lost
-//! is some 250 times smaller. Both are rows of one product: codes are unpacked once for the two.
+//! is some 250 times smaller. A product is linear, so the product of the rest is added to that of the row.
+//!
+//! Axes: T tokens, F of them fine, K in-features.
 
 use vt_kernels::{Activations, Context, MatmulScratch, Weight, matmul};
 
-/// Tokens whose pairs are multiplied at once.
+/// Fine rows that are multiplied at once; for up to as many tokens, rows and rests are one product, which unpacks the
+/// codes once.
 pub(super) const PAIR_ROWS: usize = 64;
 /// Activations per scale, as in the kernels.
-const BLOCK: usize = 32;
+const BLOCK: usize = vt_kernels::ACTIVATION_BLOCK;
 
 /// `[2 * PAIR_ROWS, K]` and `[2 * PAIR_ROWS, stride]`, reused from product to product.
 #[derive(Debug)]
@@ -24,29 +28,42 @@ impl PairBuffers {
         Self { input: vec![0.0; input], output: vec![0.0; output] }
     }
 
-    /// `out [T, stride] = x [T, K] * W^T` with both parts of every activation.
+    /// `out [T, stride] = x [T, K] * W^T` with 8-bit activations, and both parts of them in the rows `fine`, in order.
     pub(super) fn matmul(
         &mut self,
         cx: &Context,
         weight: &Weight<'_>,
         x: &[f32],
+        fine: &[u32],
         scratch: &mut MatmulScratch,
         out: &mut [f32],
     ) {
         let (k, stride) = (weight.k(), weight.out_stride());
-        for (x, out) in x.chunks(PAIR_ROWS * k).zip(out.chunks_mut(PAIR_ROWS * stride)) {
-            let (input, product) = (&mut self.input[..2 * x.len()], &mut self.output[..2 * out.len()]);
-            let (first, rest) = input.split_at_mut(x.len());
-            first.copy_from_slice(x);
-            cx.pool().rows(rest, k, |row, rest| {
-                for (x, rest) in x[row * k..].chunks_exact(k).zip(rest.chunks_exact_mut(k)) {
-                    rest_of(x, rest);
-                }
-            });
+        let tokens = x.len() / k;
+        let together = !fine.is_empty() && tokens <= PAIR_ROWS;
+        if !together {
+            matmul(cx, weight, x, Activations::Int8, scratch, out);
+        }
+        for fine in fine.chunks(PAIR_ROWS) {
+            let before = if together { tokens } else { 0 };
+            let input = &mut self.input[..(before + fine.len()) * k];
+            let (rows, rests) = input.split_at_mut(before * k);
+            rows.copy_from_slice(&x[..before * k]);
+            let source = |row: u32| &x[row as usize * k..][..k];
+            if fine.len() < PAIR_ROWS / 4 {
+                fine.iter().zip(rests.chunks_exact_mut(k)).for_each(|(&row, rest)| rest_of(source(row), rest));
+            } else {
+                cx.pool().rows(rests, k, |first, rests| {
+                    let own = &fine[first..];
+                    own.iter().zip(rests.chunks_exact_mut(k)).for_each(|(&row, rest)| rest_of(source(row), rest));
+                });
+            }
+            let product = &mut self.output[..(before + fine.len()) * stride];
             matmul(cx, weight, input, Activations::Int8, scratch, product);
-            let (first, rest) = product.split_at(out.len());
-            for ((out, a), b) in out.iter_mut().zip(first).zip(rest) {
-                *out = a + b;
+            let (rows, rests) = product.split_at(before * stride);
+            out[..rows.len()].copy_from_slice(rows);
+            for (&row, rest) in fine.iter().zip(rests.chunks_exact(stride)) {
+                out[row as usize * stride..][..stride].iter_mut().zip(rest).for_each(|(o, r)| *o += r);
             }
         }
     }

@@ -34,6 +34,24 @@ impl ProjectionScratch {
     }
 }
 
+/// Rows of a projection's input whose 8-bit activations are pairs; see [`super::pair`].
+#[derive(Clone, Copy, Debug)]
+pub(super) struct FineRows<'a> {
+    /// Every row.
+    pub all: &'a [u32],
+    /// The rows of tokens whose logits are wanted.
+    pub wanted: &'a [u32],
+}
+
+impl<'a> FineRows<'a> {
+    /// No row.
+    pub(super) const NONE: FineRows<'static> = FineRows { all: &[], wanted: &[] };
+
+    fn rows_of(&self, projection: &Projection) -> &'a [u32] {
+        if projection.paired { self.all } else { self.wanted }
+    }
+}
+
 /// What every projection of a model shares.
 pub(super) struct Compute<'a, A> {
     pub cx: &'a Context,
@@ -47,6 +65,7 @@ impl<A: HostArena> Compute<'_, A> {
         &self,
         projection: &Projection,
         x: &[f32],
+        fine: FineRows<'_>,
         scratch: &mut ProjectionScratch,
         vector: &mut [f32],
         out: &mut [f32],
@@ -68,12 +87,11 @@ impl<A: HostArena> Compute<'_, A> {
                     &scratch.scaled[..x.len()]
                 }
             };
-            let mut multiply = |out: &mut [f32]| {
-                if projection.paired && self.activations == Activations::Int8 && weight.takes_int8() {
-                    scratch.pair.matmul(self.cx, &weight, input, &mut scratch.matmul, out);
-                } else {
-                    matmul(self.cx, &weight, input, self.activations, &mut scratch.matmul, out);
+            let mut multiply = |out: &mut [f32]| match self.activations {
+                Activations::Int8 if weight.takes_int8() => {
+                    scratch.pair.matmul(self.cx, &weight, input, fine.rows_of(projection), &mut scratch.matmul, out);
                 }
+                activations => matmul(self.cx, &weight, input, activations, &mut scratch.matmul, out),
             };
             if projection.direct {
                 multiply(out);

@@ -24,6 +24,10 @@ pub(super) struct Workspace {
     pub inner: Vec<f32>,
     /// Result of a block, `[T, hidden]`.
     pub block: Vec<f32>,
+    /// `0..T`.
+    pub all_rows: Vec<u32>,
+    /// Rows of tokens whose logits are wanted.
+    pub wanted_rows: Vec<u32>,
     /// A vector of the bundle as f32.
     pub vector: Vec<f32>,
     /// Sines and cosines of the step, one per rotary embedding.
@@ -45,6 +49,8 @@ pub(super) struct ExpertBuffers {
     pub choices: Vec<(u32, f32)>,
     /// Tokens of one expert.
     pub tokens: Vec<(u32, f32)>,
+    /// Rows of `tokens` whose logits are wanted.
+    pub wanted: Vec<u32>,
     /// Their inputs, `[tokens, hidden]`.
     pub input: Vec<f32>,
     /// Their outputs, `[tokens, hidden]`.
@@ -82,14 +88,14 @@ impl Sizes {
             choices: 0,
         };
         for layer in &graph.layers {
-            sizes.add_projection(&layer.attention.qkv, tokens);
-            sizes.add_projection(&layer.attention.output, tokens);
+            sizes.add_paired(&layer.attention.qkv, tokens);
+            sizes.add_paired(&layer.attention.output, tokens);
             sizes.projected = sizes.projected.max(layer.attention.qkv.stride * tokens);
             sizes.inner = sizes.inner.max(layer.attention.output.k * tokens);
             match &layer.feed_forward {
                 FeedForward::Dense(mlp) => sizes.add_mlp(mlp, tokens),
                 FeedForward::Experts(experts) => {
-                    sizes.add_projection(&experts.router, tokens);
+                    sizes.add_paired(&experts.router, tokens);
                     sizes.scores = sizes.scores.max(experts.router.stride * tokens);
                     sizes.choices = config.moe.as_ref().map_or(0, |m| m.top_k) * tokens;
                     experts.experts.iter().for_each(|mlp| sizes.add_mlp(mlp, tokens));
@@ -104,10 +110,20 @@ impl Sizes {
     }
 
     fn add_mlp(&mut self, mlp: &GatedMlp, tokens: usize) {
-        self.add_projection(&mlp.gate_up, tokens);
-        self.add_projection(&mlp.down, tokens);
+        self.add_paired(&mlp.gate_up, tokens);
+        self.add_paired(&mlp.down, tokens);
         self.projected = self.projected.max(mlp.gate_up.stride * tokens);
         self.inner = self.inner.max(mlp.down.k * tokens);
+    }
+
+    /// A projection of a layer, whose fine rows are pairs.
+    fn add_paired(&mut self, projection: &Projection, tokens: usize) {
+        let rows = 2 * PAIR_ROWS.min(tokens);
+        for product in &projection.products {
+            self.pair_input = self.pair_input.max(projection.k * rows);
+            self.pair_output = self.pair_output.max(product.stride * rows);
+        }
+        self.add_projection(projection, tokens);
     }
 
     fn add_projection(&mut self, projection: &Projection, tokens: usize) {
@@ -115,11 +131,6 @@ impl Sizes {
             if product.input_scale.is_some() {
                 self.scaled = self.scaled.max(projection.k * tokens);
                 self.vector = self.vector.max(projection.k);
-            }
-            if projection.paired {
-                let rows = 2 * PAIR_ROWS.min(tokens);
-                self.pair_input = self.pair_input.max(projection.k * rows);
-                self.pair_output = self.pair_output.max(product.stride * rows);
             }
             if !projection.direct {
                 self.product = self.product.max(product.stride * tokens);
@@ -148,6 +159,8 @@ impl Workspace {
             projected: vec![0.0; sizes.projected],
             inner: vec![0.0; sizes.inner],
             block: vec![0.0; stream],
+            all_rows: (0..tokens as u32).collect(),
+            wanted_rows: Vec::with_capacity(tokens),
             vector: vec![0.0; sizes.vector],
             rotations: vec![Rotation::default(); config.ropes.len()],
             scratch: ProjectionScratch::new(
@@ -160,6 +173,7 @@ impl Workspace {
                 scores: vec![0.0; sizes.scores],
                 choices: Vec::with_capacity(sizes.choices),
                 tokens: Vec::with_capacity(if has_experts { tokens } else { 0 }),
+                wanted: Vec::with_capacity(if has_experts { tokens } else { 0 }),
                 input: vec![0.0; if has_experts { stream } else { 0 }],
                 output: vec![0.0; if has_experts { stream } else { 0 }],
             },
@@ -188,7 +202,7 @@ pub fn workspace_bytes(config: &ModelConfig, tokens: usize, logit_rows: usize) -
     let per_token = 3 * hidden + projected + inner + experts + rotary;
     // Quantised activations: a byte an element, and for every 32 of them a scale and two sums.
     let quantised = hidden.max(inner) * (32 + 4 + 8) / 32;
-    let pairs = 2 * PAIR_ROWS.min(tokens) as u64 * (hidden.max(inner) + qkv.max(hidden));
+    let pairs = 2 * PAIR_ROWS.min(tokens) as u64 * (hidden.max(inner) + projected.max(hidden));
     let head = (logit_rows + HEAD_ROWS) as u64 * tile(config.vocab_size);
     tokens as u64 * (4 * per_token + quantised) + 4 * (pairs + head)
 }

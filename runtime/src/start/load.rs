@@ -15,6 +15,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use vt_bundle::mmap::ContiguousMap;
 use vt_bundle::{Bundle, BundleError};
 use vt_kernels::Activations;
+use vt_kernels::cuda::{self, CudaError};
 use vt_kernels::kv_cache::KvType;
 
 /// Bytes of a load between two looks at the process's memory.
@@ -39,8 +40,15 @@ pub(super) struct Ready {
 impl Opened {
     pub(super) fn open(cli: &Cli, startup: &mut Startup) -> Result<Self, Failure> {
         if let DeviceName::Cuda(index) = cli.device.device {
-            let reason = "this vt-run was built without CUDA kernels; use --device cpu".to_owned();
+            let reason = match cuda::built() {
+                true => "this version has no CUDA operators yet, only --plan and --load-only; use --device cpu".to_owned(),
+                false => CudaError::NotBuilt.to_string(),
+            };
             return Err(LoadError::Device { device: format!("cuda:{index}"), reason }.into());
+        }
+        if cli.device.tp_size > 1 {
+            let reason = "--tp-size above 1 needs --device cuda and --load-only".to_owned();
+            return Err(LoadError::Device { device: "cpu".to_owned(), reason }.into());
         }
         let bundle = startup.phase("open", |_| Bundle::open(&cli.bundle)).map_err(LoadError::from)?;
         if let Some(expected) = cli.expect_id.as_deref().filter(|id| !id.eq_ignore_ascii_case(bundle.id())) {
@@ -69,6 +77,13 @@ impl Opened {
             kv_cache_bytes: cli.memory.kv_cache_memory_bytes,
             available: available_memory(),
         };
+        if cli.device.device == DeviceName::Auto {
+            let why = match cuda::driver_version() {
+                Ok(_) => "there is an NVIDIA driver, but this version has no CUDA operators yet".to_owned(),
+                Err(error) => error.to_string(),
+            };
+            tracing::info!("computing on the CPU: {why}");
+        }
         let image_bytes = bundle.manifest().image.size;
         let plan = startup.phase("plan", |_| MemoryPlan::for_cpu(&config, image_bytes, &request))?;
         let options = CpuModelOptions {
@@ -81,8 +96,8 @@ impl Opened {
             max_batch_sequences: plan.max_num_seqs,
         };
         let verify = match cli.device.verify {
-            VerifyArg::Host => Verify::Host,
-            VerifyArg::Off => Verify::Off,
+            None | Some(VerifyArg::Host | VerifyArg::Device) => Verify::Host,
+            Some(VerifyArg::Off) => Verify::Off,
         };
         Ok(Self { bundle, config, plan, options, device: CpuDevice::new(threads), verify })
     }

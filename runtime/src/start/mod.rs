@@ -1,15 +1,19 @@
 //! From the command line to a plan, a loaded model, an answer or a server.
 
+mod bench;
+mod device;
 mod load;
 mod logits;
 mod prompt;
 mod serve;
 
-use crate::cli::{Cli, StatsForm};
+use crate::cli::{Cli, DeviceName, StatsForm};
 use crate::load::LoadError;
 use crate::stats::{Startup, StartupReport};
 use load::Opened;
 use std::io::{self, Write};
+
+pub use bench::bench_load;
 
 /// Why a run ended, and the exit code that says so.
 #[derive(Debug)]
@@ -44,6 +48,9 @@ impl From<LoadError> for Failure {
 /// [`Failure`] with the exit code. A reader that has closed standard output is not one: it has seen enough.
 pub fn run(cli: &Cli, mut startup: Startup) -> Result<(), Failure> {
     if cli.plan || cli.load_only {
+        if let DeviceName::Cuda(index) = cli.device.device {
+            return device::run(cli, index, startup);
+        }
         let opened = Opened::open(cli, &mut startup)?;
         if cli.plan {
             let plan = opened.plan();
@@ -62,7 +69,7 @@ pub fn run(cli: &Cli, mut startup: Startup) -> Result<(), Failure> {
             }
             let ids = input.encode(text.as_ref())?;
             match &cli.prompt.logits {
-                Some(path) => logits::write(model, &ids, path),
+                Some(path) => logits::write(model, &ids, cli.prompt.logits_rows, path),
                 None => prompt::answer(cli, model, text, ids),
             }
         }

@@ -1,0 +1,198 @@
+//! Planning and loading for a CUDA device.
+
+use super::{Failure, print, report, to_json};
+use crate::cli::{Cli, KvCacheDtype, StatsForm, VerifyArg};
+use crate::load::{
+    CudaAccelerator, DeviceMemory, LoadError, LoadReport, LoadedBundle, MemoryPlan, MemoryRequest, Uploading, Verify,
+};
+use crate::model::{Graph, ModelConfig};
+use crate::stats::{ProcessMemory, Startup, StartupReport, human_bytes};
+use serde::Serialize;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::channel;
+use vt_bundle::{Bundle, BundleError};
+use vt_kernels::cuda;
+use vt_kernels::kv_cache::KvType;
+
+/// Bytes of a load between two looks at the process's memory.
+const SAMPLE_BYTES: u64 = 256 << 20;
+
+/// What `--load-only --stats` says of a device.
+#[derive(Serialize)]
+struct DeviceReport {
+    #[serde(flatten)]
+    startup: StartupReport,
+    load: LoadReport,
+    memory: DeviceUse,
+    plan: MemoryPlan,
+}
+
+/// Memory of the device around the load, and of this process before it.
+#[derive(Serialize)]
+struct DeviceUse {
+    total: u64,
+    /// Held by the context, before the arena: what was not free then.
+    used_before: u64,
+    used_after: u64,
+    arena: u64,
+    /// Resident memory of the process with a context and nothing loaded.
+    host_resident_idle: u64,
+    /// The most during the load, above that.
+    host_peak_above_idle: u64,
+}
+
+/// `--plan` and `--load-only`.
+pub(super) fn run(cli: &Cli, index: u32, mut startup: Startup) -> Result<(), Failure> {
+    if cli.plan {
+        let total = match cli.memory.gpu_memory_bytes {
+            Some(bytes) => bytes,
+            None => cuda::device_memory(index).map_err(|e| failed(index, &e))?,
+        };
+        let (bundle, config) = open(cli, &mut startup)?;
+        let plan = plan(cli, index, &bundle, &config, total, &mut startup)?;
+        return print(&if cli.json { to_json(&plan)? } else { plan.table() });
+    }
+    let (bundle, config, plan, accelerator) = open_device(cli, index, &mut startup)?;
+    let before = accelerator.context().memory().map_err(|e| failed(index, &e))?;
+    let idle = ProcessMemory::now();
+    let uploading = Uploading { accelerator, options: cli.upload.options() };
+    let verify = match cli.device.verify {
+        None | Some(VerifyArg::Device) => Verify::Device,
+        Some(VerifyArg::Host) => Verify::Host,
+        Some(VerifyArg::Off) => Verify::Off,
+    };
+    let done = AtomicU64::new(0);
+    let loaded = LoadedBundle::load(bundle, &uploading, verify, &|bytes| {
+        let sum = done.fetch_add(bytes, Ordering::Relaxed);
+        if sum / SAMPLE_BYTES != (sum + bytes) / SAMPLE_BYTES {
+            startup.sample();
+        }
+    })?;
+    startup.record(&loaded.report().phases);
+    let graph = startup.phase("graph", |_| Graph::resolve(&config, &loaded));
+    graph.map_err(LoadError::from)?;
+    for note in &loaded.report().notes {
+        tracing::warn!("{note}");
+    }
+    let finished = startup.report();
+    let after = uploading.accelerator.context().memory().map_err(|e| failed(index, &e))?;
+    let idle = idle.map_or(0, |memory| memory.anonymous + memory.file);
+    let memory = DeviceUse {
+        total: after.total,
+        used_before: before.total - before.free,
+        used_after: after.total - after.free,
+        arena: loaded.manifest().image.size,
+        host_resident_idle: idle,
+        host_peak_above_idle: finished.peak.resident.saturating_sub(idle),
+    };
+    match cli.stats.unwrap_or(StatsForm::Text) {
+        StatsForm::Json => {
+            print(&to_json(&DeviceReport { startup: finished, load: loaded.report().clone(), memory, plan })?)
+        }
+        StatsForm::Text => {
+            report(&finished, StatsForm::Text, true)?;
+            let load = loaded.report();
+            print(&format!(
+                "{}: {} resident, read by {}, checked by the {}; host memory {} above idle\n",
+                load.device,
+                human_bytes(memory.arena),
+                load.io,
+                match load.verify {
+                    Verify::Device => "device",
+                    Verify::Host => "host",
+                    Verify::Off => "nobody",
+                },
+                human_bytes(memory.host_peak_above_idle),
+            ))
+        }
+    }
+}
+
+fn failed(index: u32, error: &cuda::CudaError) -> LoadError {
+    LoadError::Device { device: format!("cuda:{index}"), reason: error.to_string() }
+}
+
+/// Opens the bundle, plans, and makes a context. The driver starts while the manifest is read; the context, which takes
+/// longest, is made once the plan says that the model fits.
+fn open_device(
+    cli: &Cli,
+    index: u32,
+    startup: &mut Startup,
+) -> Result<(Bundle, ModelConfig, MemoryPlan, CudaAccelerator), Failure> {
+    if !cuda::built() {
+        return Err(failed(index, &cuda::CudaError::NotBuilt).into());
+    }
+    // With a limit given, what does not fit is refused before the driver is touched.
+    let limited = cli.memory.gpu_memory_bytes;
+    let early = match limited {
+        Some(total) => {
+            let (bundle, config) = open(cli, startup)?;
+            let plan = plan(cli, index, &bundle, &config, total, startup)?;
+            Some((bundle, config, plan))
+        }
+        None => None,
+    };
+    std::thread::scope(|scope| {
+        let (send_total, total) = channel();
+        let (go, wait) = channel::<()>();
+        let driver = scope.spawn(move || {
+            // Where the receiver is gone the start has failed, and says why itself.
+            let _ = send_total.send(cuda::device_memory(index));
+            match wait.recv() {
+                Ok(()) => Some(CudaAccelerator::new(index)),
+                Err(_) => None,
+            }
+        });
+        let gone = || LoadError::Device { device: format!("cuda:{index}"), reason: "the driver's thread ended".to_owned() };
+        let opened = match early {
+            Some(opened) => opened,
+            None => {
+                let (bundle, config) = open(cli, startup)?;
+                let total = startup.phase("driver", |_| total.recv()).map_err(|_| gone())?;
+                let total = total.map_err(|e| failed(index, &e))?;
+                let plan = plan(cli, index, &bundle, &config, total, startup)?;
+                (bundle, config, plan)
+            }
+        };
+        go.send(()).map_err(|_| gone())?;
+        let accelerator = startup.phase("context", |_| driver.join());
+        let accelerator = accelerator.ok().flatten().ok_or_else(gone)??;
+        let (bundle, config, plan) = opened;
+        Ok((bundle, config, plan, accelerator))
+    })
+}
+
+fn open(cli: &Cli, startup: &mut Startup) -> Result<(Bundle, ModelConfig), Failure> {
+    let bundle = startup.phase("open", |_| Bundle::open(&cli.bundle)).map_err(LoadError::from)?;
+    if let Some(expected) = cli.expect_id.as_deref().filter(|id| !id.eq_ignore_ascii_case(bundle.id())) {
+        let (path, found) = (cli.bundle.clone(), bundle.id().to_owned());
+        return Err(LoadError::from(BundleError::Id { path, found, expected: expected.to_owned() }).into());
+    }
+    let config = ModelConfig::from_manifest(&bundle.manifest().model).map_err(LoadError::from)?;
+    Ok((bundle, config))
+}
+
+fn plan(
+    cli: &Cli,
+    index: u32,
+    bundle: &Bundle,
+    config: &ModelConfig,
+    total: u64,
+    startup: &mut Startup,
+) -> Result<MemoryPlan, Failure> {
+    let request = MemoryRequest {
+        max_model_len: cli.memory.max_model_len.map(|len| len as usize),
+        max_num_seqs: usize::from(cli.memory.max_num_seqs),
+        max_batch_tokens: cli.memory.max_num_batched_tokens as usize,
+        kv_type: match cli.memory.kv_cache_dtype {
+            KvCacheDtype::F32 => KvType::F32,
+            KvCacheDtype::F16 | KvCacheDtype::Auto => KvType::F16,
+        },
+        kv_cache_bytes: cli.memory.kv_cache_memory_bytes,
+        available: None,
+    };
+    let (name, utilization) = (format!("cuda:{index}"), cli.memory.gpu_memory_utilization);
+    let device = DeviceMemory { name, total, utilization };
+    let image_bytes = bundle.manifest().image.size;
+    Ok(startup.phase("plan", |_| MemoryPlan::for_device(config, image_bytes, &request, &device))?)
+}
