@@ -26,6 +26,6 @@ pub mod softmax;
 pub mod weight;
 
 pub use context::{Context, Isa};
-pub use matmul::{Activations, MatmulScratch, matmul};
+pub use matmul::{ACTIVATION_BLOCK, Activations, MatmulScratch, matmul};
 pub use pool::Pool;
 pub use weight::{FloatType, RowsWeight, TiledWeight, Weight, WeightError};

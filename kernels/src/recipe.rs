@@ -16,7 +16,7 @@ use crate::fragment::PANEL_COLUMN;
 use crate::simd::{self, Scales};
 use crate::weight::{FloatType, TiledWeight};
 
-/// Codes along K of one strip: two tiles, the block in which activations are quantised.
+/// Codes along K of one strip: two tiles, the shortest group of most encodings.
 pub(crate) const STRIP_K: usize = 2 * TILE_K;
 
 /// What the codes stand for.

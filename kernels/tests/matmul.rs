@@ -6,7 +6,9 @@ mod common;
 
 use common::{Random, RandomMatrix, assert_close};
 use vt_bundle::encoding::{self, EncodingSpec, Span};
-use vt_kernels::{Activations, Context, FloatType, Isa, MatmulScratch, RowsWeight, Weight, matmul, reference};
+use vt_kernels::{
+    ACTIVATION_BLOCK, Activations, Context, FloatType, Isa, MatmulScratch, RowsWeight, Weight, matmul, reference,
+};
 
 /// An encoding under test.
 struct Case {
@@ -116,7 +118,8 @@ fn check(
     let decoded = reference::decode(weight);
     for mode in [Activations::F32, Activations::Int8] {
         // With quantised activations the reference sees what they became, so that only roundings of sums differ.
-        let seen = if mode == Activations::Int8 && integer { reference::quantise(&x, k, 32) } else { x.clone() };
+        let seen =
+            if mode == Activations::Int8 && integer { reference::quantise(&x, k, ACTIVATION_BLOCK) } else { x.clone() };
         let expected = reference::matmul(&seen, &decoded, k);
         let absolute = |v: &[f32]| v.iter().map(|v| v.abs()).collect::<Vec<_>>();
         let magnitude = reference::matmul(&absolute(&seen), &absolute(&decoded), k);

@@ -5,6 +5,7 @@
 //! is the sum of the same terms in the same order whatever the number of threads.
 
 use crate::context::Context;
+pub use crate::quantise::ACTIVATION_BLOCK;
 use crate::quantise::Quantised;
 use crate::weight::Weight;
 
@@ -16,7 +17,8 @@ mod tiled;
 pub enum Activations {
     /// As they are: weights are decoded to f32 in registers.
     F32,
-    /// Quantised to 8 bits in blocks of 32 along K where the weights have integer codes; else as they are.
+    /// Quantised to 8 bits in blocks of [`ACTIVATION_BLOCK`] along K where the weights have integer codes; else as they
+    /// are.
     #[default]
     Int8,
 }

@@ -98,7 +98,7 @@ impl DirectAcc {
 pub(crate) struct ActivationRows<'a> {
     /// `[M, K]`.
     pub codes: &'a [i8],
-    /// `[M, K / ACTIVATION_BLOCK]`.
+    /// One per tile, `[M, K / 16]`.
     pub scales: &'a [f32],
     /// Sums of the codes of every 16, `[M, K / 16]`.
     pub sums: &'a [i32],

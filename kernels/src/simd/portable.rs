@@ -181,7 +181,7 @@ pub(super) fn gather_direct(direct: &DirectAcc) -> Acc {
 
 /// The tiles of a strip that share one scale of the weights and one of the activations.
 fn segments(scales: &Scales, strip: Strip) -> impl Iterator<Item = Range<usize>> {
-    let each = if scales.halves || ACTIVATION_BLOCK == TILE_K { 1 } else { 2 };
+    let each = if scales.halves { 1 } else { ACTIVATION_BLOCK / TILE_K };
     (0..strip.tiles).step_by(each).map(move |start| start..(start + each).min(strip.tiles))
 }
 

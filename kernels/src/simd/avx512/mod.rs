@@ -370,8 +370,8 @@ pub(super) fn dot_integer(
     // What the unchecked reads below rely on.
     let end = strip.index * STRIP_K + strip.tiles * TILE_K;
     assert!(end <= x.k && rows.end * x.k <= x.codes.len() && rows.len() <= acc.len());
-    assert!(rows.end * x.k <= x.sums.len() * TILE_K && rows.end * x.k <= x.scales.len() * ACTIVATION_BLOCK);
-    if strip.tiles == 2 && !scales.halves && ACTIVATION_BLOCK == STRIP_K {
+    assert!(rows.end * x.k <= x.sums.len() * TILE_K && rows.end * x.k <= x.scales.len() * TILE_K);
+    if strip.tiles == 2 && !scales.halves {
         let segment = Segment::new(panel, scales, 0, 0, strip);
         if scales.min {
             segment.rows::<2, true>(x, rows, acc)
@@ -390,7 +390,7 @@ pub(super) fn dot_integer(
     }
 }
 
-/// The tiles of a panel that share one scale of the weights and one of the activations.
+/// One or two tiles of a panel that share the scales of the weights; activations have a scale per tile.
 struct Segment<'a> {
     quads: &'a [[[u8; 4]; TILE_N]],
     d: &'a [f32; TILE_N],
@@ -446,45 +446,55 @@ impl<'a> Segment<'a> {
         // SAFETY: `dot_integer` has checked that all rows have sums and scales up to the end of the strip; the pointers
         // are to the elements of this segment in the first row.
         let (codes, sums, scales) = unsafe {
-            (
-                x.codes.as_ptr().add(start),
-                x.sums.as_ptr().add(start / TILE_K),
-                x.scales.as_ptr().add(start / ACTIVATION_BLOCK),
-            )
+            (x.codes.as_ptr().add(start), x.sums.as_ptr().add(start / TILE_K), x.scales.as_ptr().add(start / TILE_K))
         };
-        let mut totals = [0i32; R];
-        let mut dots = [[_mm512_setzero_si512(); 4]; R];
-        for r in 0..R {
-            for tile in 0..TILES {
-                // SAFETY: row + r is one of the rows checked.
-                totals[r] += unsafe { *sums.add(r * (x.k / TILE_K) + tile) };
-            }
-            dots[r] = [_mm512_set1_epi32(-self.zero * totals[r]); 4];
-        }
-        for (q, quads) in self.quads[..TILES * TILE_QUADS].iter().enumerate() {
-            let quads = quarters(quads);
-            let weights = [load_quads(&quads[0]), load_quads(&quads[1]), load_quads(&quads[2]), load_quads(&quads[3])];
-            for r in 0..R {
-                // SAFETY: as above; four codes of this row, at any alignment.
-                let a = _mm512_set1_epi32(unsafe { codes.add(r * x.k + 4 * q).cast::<i32>().read_unaligned() });
-                for c in 0..4 {
-                    dots[r][c] = _mm512_dpbusd_epi32(dots[r][c], weights[c], a);
-                }
-            }
-        }
         let (d, m) = (quarters(self.d), quarters(self.m));
-        for r in 0..R {
-            // SAFETY: as above.
-            let factor = unsafe { *scales.add(r * (x.k / ACTIVATION_BLOCK)) };
-            let (scale, sum) = (_mm512_set1_ps(factor), _mm512_set1_ps(totals[r] as f32 * factor));
-            let acc = quarters_mut(&mut acc[r].0);
-            for c in 0..4 {
-                let d = _mm512_mul_ps(load_f32(&d[c]), scale);
-                let mut value = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dots[r][c]), d, load_f32(&acc[c]));
-                if MIN {
-                    value = _mm512_fmadd_ps(load_f32(&m[c]), sum, value);
+        // Half of the columns at a time: their sums, as integers and as floats, and the weights fit in the registers.
+        for half in 0..2 {
+            let mut values = [[_mm512_setzero_ps(); 2]; R];
+            for tile in 0..TILES {
+                let mut dots = [[_mm512_setzero_si512(); 2]; R];
+                for r in 0..R {
+                    // SAFETY: row + r is one of the rows checked.
+                    let sum = unsafe { *sums.add(r * (x.k / TILE_K) + tile) };
+                    dots[r] = [_mm512_set1_epi32(-self.zero * sum); 2];
                 }
-                store_f32(&mut acc[c], value);
+                for q in 0..TILE_QUADS {
+                    let quads = quarters(&self.quads[tile * TILE_QUADS + q]);
+                    let weights = [load_quads(&quads[2 * half]), load_quads(&quads[2 * half + 1])];
+                    let at = tile * TILE_K + 4 * q;
+                    for r in 0..R {
+                        // SAFETY: as above; four codes of this row, at any alignment.
+                        let a = _mm512_set1_epi32(unsafe { codes.add(r * x.k + at).cast::<i32>().read_unaligned() });
+                        for c in 0..2 {
+                            dots[r][c] = _mm512_dpbusd_epi32(dots[r][c], weights[c], a);
+                        }
+                    }
+                }
+                for r in 0..R {
+                    // SAFETY: as above.
+                    let scale = _mm512_set1_ps(unsafe { *scales.add(r * (x.k / TILE_K) + tile) });
+                    for c in 0..2 {
+                        values[r][c] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dots[r][c]), scale, values[r][c]);
+                    }
+                }
+            }
+            for r in 0..R {
+                let acc = quarters_mut(&mut acc[r].0);
+                let mut term = 0.0;
+                for tile in 0..TILES {
+                    let at = r * (x.k / TILE_K) + tile;
+                    // SAFETY: as above.
+                    term += unsafe { *sums.add(at) as f32 * *scales.add(at) };
+                }
+                for c in 0..2 {
+                    let at = 2 * half + c;
+                    let mut value = _mm512_fmadd_ps(values[r][c], load_f32(&d[at]), load_f32(&acc[at]));
+                    if MIN {
+                        value = _mm512_fmadd_ps(load_f32(&m[at]), _mm512_set1_ps(term), value);
+                    }
+                    store_f32(&mut acc[at], value);
+                }
             }
         }
     }
@@ -518,7 +528,7 @@ fn dot_direct_of<const TABLE: bool>(
     acc: &mut DirectAcc,
 ) {
     let start = row * x.k + strip.index * STRIP_K;
-    if strip.tiles == 2 && !scales.halves && ACTIVATION_BLOCK == STRIP_K {
+    if strip.tiles == 2 && !scales.halves {
         direct_tiles::<TABLE, 2>(tiles, table, scales, 0, x, start, acc);
     } else {
         for tile in 0..strip.tiles {
@@ -528,7 +538,7 @@ fn dot_direct_of<const TABLE: bool>(
     }
 }
 
-/// The first `TILES` tiles, which share scale `at`; `start` is the first of their activations.
+/// The first `TILES` tiles, which share scale `at` of the weights; `start` is the first of their activations.
 #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
 #[inline]
 fn direct_tiles<const TABLE: bool, const TILES: usize>(
@@ -543,26 +553,27 @@ fn direct_tiles<const TABLE: bool, const TILES: usize>(
     let (low, high, mask) = (indices(&SHIFTS_LOW), indices(&SHIFTS_HIGH), _mm512_set1_epi8(15));
     // SAFETY: 16 readable bytes.
     let table = _mm512_broadcast_i32x4(unsafe { _mm_loadu_si128(table.as_ptr().cast()) });
-    let factor = x.scales[start / ACTIVATION_BLOCK];
-    let scale = _mm512_set1_ps(factor);
     let spread = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
     let zeros = _mm512_set1_epi8(scales.zero as i8);
-    let mut sum = 0;
+    let mut term = 0.0;
     let mut activations = [_mm512_setzero_si512(); TILES];
     // What the zero point takes off: per quad, as the sums of quads are.
-    let mut offset = _mm512_setzero_si512();
+    let mut starts = [_mm512_setzero_si512(); TILES];
+    let mut factors = [_mm512_setzero_ps(); TILES];
     for i in 0..TILES {
         let codes = &x.codes[start + i * TILE_K..start + (i + 1) * TILE_K];
         // SAFETY: 16 readable bytes.
         let codes = unsafe { _mm_loadu_si128(codes.as_ptr().cast()) };
         activations[i] = _mm512_permutexvar_epi32(spread, _mm512_castsi128_si512(codes));
-        offset = _mm512_dpbusd_epi32(offset, zeros, activations[i]);
-        sum += x.sums[start / TILE_K + i];
+        let offset = _mm512_dpbusd_epi32(_mm512_setzero_si512(), zeros, activations[i]);
+        starts[i] = _mm512_sub_epi32(_mm512_setzero_si512(), offset);
+        let factor = x.scales[start / TILE_K + i];
+        factors[i] = _mm512_set1_ps(factor);
+        term += x.sums[start / TILE_K + i] as f32 * factor;
     }
-    let start_dot = _mm512_sub_epi32(_mm512_setzero_si512(), offset);
     let words = [tiles[0].as_chunks::<64>().0, tiles[1].as_chunks::<64>().0];
     for t in 0..8 {
-        let mut dots = [start_dot; 2];
+        let mut values = [_mm512_setzero_ps(); 2];
         for i in 0..TILES {
             let word = load_u8(&words[i][t]);
             let mut a = _mm512_and_si512(_mm512_multishift_epi64_epi8(low, word), mask);
@@ -570,22 +581,23 @@ fn direct_tiles<const TABLE: bool, const TILES: usize>(
             if TABLE {
                 (a, b) = (_mm512_shuffle_epi8(table, a), _mm512_shuffle_epi8(table, b));
             }
-            dots[0] = _mm512_dpbusd_epi32(dots[0], a, activations[i]);
-            dots[1] = _mm512_dpbusd_epi32(dots[1], b, activations[i]);
+            let a = _mm512_cvtepi32_ps(_mm512_dpbusd_epi32(starts[i], a, activations[i]));
+            let b = _mm512_cvtepi32_ps(_mm512_dpbusd_epi32(starts[i], b, activations[i]));
+            values[0] = _mm512_fmadd_ps(a, factors[i], values[0]);
+            values[1] = _mm512_fmadd_ps(b, factors[i], values[1]);
         }
         for h in 0..2 {
             // The same four columns for each of the four quads.
             // SAFETY: positions 32 h + 4 t to 32 h + 4 t + 3 are within the 64.
-            let d = unsafe { _mm_loadu_ps(scales.d[at].as_ptr().add(32 * h + 4 * t)) };
-            let d = _mm512_mul_ps(_mm512_broadcast_f32x4(d), scale);
+            let d = _mm512_broadcast_f32x4(unsafe { _mm_loadu_ps(scales.d[at].as_ptr().add(32 * h + 4 * t)) });
             let acc = acc.words[h][t].as_flattened_mut();
             if let Some(acc) = acc.first_chunk_mut::<LANES>() {
-                store_f32(acc, _mm512_fmadd_ps(_mm512_cvtepi32_ps(dots[h]), d, load_f32(acc)));
+                store_f32(acc, _mm512_fmadd_ps(values[h], d, load_f32(acc)));
             }
         }
     }
     if scales.min {
-        let sum = _mm512_set1_ps(sum as f32 * factor);
+        let sum = _mm512_set1_ps(term);
         let m = quarters(&scales.m[at]);
         for (terms, m) in quarters_mut(&mut acc.terms).iter_mut().zip(m) {
             store_f32(terms, _mm512_fmadd_ps(load_f32(m), sum, load_f32(terms)));
@@ -643,28 +655,22 @@ const FRAGMENT_BYTES: [u8; TILE_K] = {
 
 #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
 pub(super) fn quantise_row(x: &[f32], codes: &mut [i8], scales: &mut [f32], sums: &mut [i32]) {
-    const TILES: usize = ACTIVATION_BLOCK / TILE_K;
     // SAFETY: 16 readable bytes.
     let order = unsafe { _mm_loadu_si128(FRAGMENT_BYTES.as_ptr().cast()) };
-    let (codes, sums) = (codes.as_chunks_mut::<TILE_K>().0, sums.as_chunks_mut::<TILES>().0);
-    for ((block, scale), (codes, sums)) in scales.iter_mut().enumerate().zip(codes.chunks_mut(TILES).zip(sums)) {
-        let values: [__m512; TILES] = std::array::from_fn(|i| load_up_to(x, (block * TILES + i) * TILE_K));
+    let codes = codes.as_chunks_mut::<ACTIVATION_BLOCK>().0;
+    for (block, ((codes, scale), sum)) in codes.iter_mut().zip(scales).zip(sums).enumerate() {
+        let values = load_up_to(x, block * ACTIVATION_BLOCK);
         // As integers, so that a NaN is the largest of all.
-        let bits = values
-            .iter()
-            .fold(_mm512_setzero_si512(), |max, v| _mm512_max_epu32(max, _mm512_castps_si512(_mm512_abs_ps(*v))));
+        let bits = _mm512_castps_si512(_mm512_abs_ps(values));
         let (d, inverse) = scale_of(f32::from_bits(_mm512_reduce_max_epu32(bits)));
         *scale = d;
-        for ((codes, sum), v) in codes.iter_mut().zip(sums).zip(values) {
-            let rounded = _mm512_cvtps_epi32(_mm512_mul_ps(v, _mm512_set1_ps(inverse)));
-            let bytes = _mm512_cvtsepi32_epi8(rounded);
-            // SAFETY: 16 writable bytes.
-            unsafe { _mm_storeu_si128(codes.as_mut_ptr().cast(), _mm_shuffle_epi8(bytes, order)) };
-            // Sums of bytes raised by 128, in two halves.
-            let raised = _mm_sad_epu8(_mm_xor_si128(bytes, _mm_set1_epi8(-128)), _mm_setzero_si128());
-            let total = _mm_cvtsi128_si32(raised) + _mm_extract_epi32::<2>(raised);
-            *sum = total - 128 * TILE_K as i32;
-        }
+        let rounded = _mm512_cvtps_epi32(_mm512_mul_ps(values, _mm512_set1_ps(inverse)));
+        let bytes = _mm512_cvtsepi32_epi8(rounded);
+        // SAFETY: 16 writable bytes.
+        unsafe { _mm_storeu_si128(codes.as_mut_ptr().cast(), _mm_shuffle_epi8(bytes, order)) };
+        // Sums of bytes raised by 128, in two halves.
+        let raised = _mm_sad_epu8(_mm_xor_si128(bytes, _mm_set1_epi8(-128)), _mm_setzero_si128());
+        *sum = _mm_cvtsi128_si32(raised) + _mm_extract_epi32::<2>(raised) - 128 * ACTIVATION_BLOCK as i32;
     }
 }
 
