@@ -106,6 +106,13 @@ impl<A: HostArena> Compute<'_, A> {
                 }
             }
             for output in projection.outputs.iter().filter(|o| o.product == index) {
+                if let Some(scale) = &output.scale {
+                    let mut factor = [0.0];
+                    scale.widen(self.loaded, &mut factor);
+                    for row in out.chunks_exact_mut(projection.stride) {
+                        row[output.column..][..output.rows].iter_mut().for_each(|v| *v *= factor[0]);
+                    }
+                }
                 self.low_rank(output, input, projection, &mut scratch.matmul, &mut scratch.low_rank, out);
             }
         }

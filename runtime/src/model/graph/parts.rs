@@ -51,6 +51,8 @@ pub struct ProjectionOutput {
     pub column: usize,
     /// Columns: rows of the logical matrix.
     pub rows: usize,
+    /// One number that multiplies the columns (`.scale` tensors of GGUF files).
+    pub scale: Option<VectorRef>,
     /// Added to the columns.
     pub bias: Option<VectorRef>,
     /// Branch beside the quantised matrix.
@@ -195,6 +197,8 @@ impl<'a> Resolver<'a> {
                 None => None,
             };
             let bias = bias.then(|| self.vector(&format!("{module}.bias"), *rows)).transpose()?;
+            let scale_name = format!("{module}.scale");
+            let scale = self.find(&scale_name).is_some().then(|| self.vector(&scale_name, 1)).transpose()?;
             let same = |p: &Product| p.matrix == matrix && p.input_scale == input_scale;
             let product = products.iter().position(same).unwrap_or(products.len());
             if product == products.len() {
@@ -205,7 +209,7 @@ impl<'a> Resolver<'a> {
                 products.push(Product { matrix, input_scale, stride: stride as usize });
             }
             let product_column = found.part.row_start as usize;
-            outputs.push(ProjectionOutput { product, product_column, column, rows: *rows, bias, low_rank });
+            outputs.push(ProjectionOutput { product, product_column, column, rows: *rows, scale, bias, low_rank });
             column += rows;
         }
         let mut stride = column;
