@@ -17,7 +17,7 @@ use vt_bundle::row_order::RowOrder;
 use vt_bundle::{Bundle, BundleError, Geometry};
 
 use crate::catalog::{Entry, SourceDecoder, Storage};
-use crate::open::{self, OpenError};
+use crate::open::{self, Choices, OpenError};
 use crate::source::Checkpoint;
 
 /// A bundle that is not its source.
@@ -94,7 +94,9 @@ impl CompareError {
 /// # Errors
 /// [`CompareError`] for the first difference in the order of the bundle.
 pub fn against(bundle: &Bundle, source: &Path, progress: &(dyn Fn(u64) + Sync)) -> Result<u64, CompareError> {
-    let opened = open::open(source)?;
+    // The bundle's configuration says whether the embedding was taken as a head that the source lacks.
+    let tied = bundle.manifest().model.config.get("tie_word_embeddings").and_then(|t| t.as_bool()) == Some(true);
+    let opened = open::open(source, Choices { tie_word_embeddings: tied })?;
     let compared = with_entries(
         bundle,
         opened.catalog.entries.iter(),

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 
 use crate::catalog::{Catalog, SourceDecoder};
 use crate::gguf::{self, GgufError};
+use crate::safetensors::resolve::Head;
 use crate::safetensors::{self, HfDecoder, ResolveError, ResolveOptions, SafetensorsError};
 use crate::source::Checkpoint;
 
@@ -44,6 +45,14 @@ impl OpenError {
     }
 }
 
+/// What the user decides about an input that does not say it by itself.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Choices {
+    /// Take the embedding as the head where the head is missing and the configuration does not say that they are tied.
+    /// The configuration of the opened checkpoint then says so.
+    pub tie_word_embeddings: bool,
+}
+
 /// An opened checkpoint.
 pub struct Opened {
     /// Files and tensors.
@@ -58,7 +67,7 @@ pub struct Opened {
 ///
 /// # Errors
 /// [`OpenError`].
-pub fn open(input: &Path) -> Result<Opened, OpenError> {
+pub fn open(input: &Path, choices: Choices) -> Result<Opened, OpenError> {
     let io = |source| OpenError::Io { path: input.to_owned(), source };
     let target = if input.is_dir() {
         only_gguf(input).map_err(io)?
@@ -74,11 +83,28 @@ pub fn open(input: &Path) -> Result<Opened, OpenError> {
         None => {
             let mut checkpoint = safetensors::open(input)?;
             let mut warnings = Vec::new();
-            let resolution = safetensors::resolve(&checkpoint, ResolveOptions::default(), &mut warnings)?;
+            let options = ResolveOptions { tie_word_embeddings: choices.tie_word_embeddings };
+            let resolution = safetensors::resolve(&checkpoint, options, &mut warnings)?;
+            if options.tie_word_embeddings && resolution.head == Head::Tied {
+                tie(&mut checkpoint.config);
+            }
             checkpoint.warnings.append(&mut warnings);
             let catalog = safetensors::catalog(&checkpoint, &resolution);
             Ok(Opened { checkpoint, catalog, decoder: Box::new(HfDecoder::new(resolution)) })
         }
+    }
+}
+
+/// Makes a configuration say that head and embedding are one; a nested one that says otherwise too.
+fn tie(config: &mut serde_json::Value) {
+    const KEY: &str = "tie_word_embeddings";
+    if let Some(text) = config.get_mut("text_config").and_then(|t| t.as_object_mut())
+        && text.contains_key(KEY)
+    {
+        text.insert(KEY.into(), true.into());
+    }
+    if let Some(config) = config.as_object_mut() {
+        config.insert(KEY.into(), true.into());
     }
 }
 

@@ -176,6 +176,14 @@ impl Checkpoint {
         &data[slice.offset as usize..(slice.offset + slice.len) as usize]
     }
 
+    /// Asks for a slice to be read ahead.
+    pub fn will_need(&self, slice: &Slice) {
+        let tensor = &self.tensors[slice.tensor];
+        if let Some(map) = &self.files[tensor.file].map {
+            vt_bundle::mmap::will_need(map, (tensor.offset + slice.offset) as usize, slice.len as usize);
+        }
+    }
+
     /// Gives the resident pages of a slice back; a later access reads them again.
     pub fn give_back(&self, slice: &Slice) {
         let tensor = &self.tensors[slice.tensor];

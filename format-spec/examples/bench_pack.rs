@@ -12,6 +12,9 @@ use vt_bundle::row_order::RowOrder;
 /// Bytes packed at once, as the converter does.
 const WINDOW: usize = 8 << 20;
 
+/// Shape and inputs of a part.
+type Part = (MatrixShape, [Vec<u8>; 3]);
+
 /// The best of several runs, in bytes a nanosecond (GB/s).
 fn rate(bytes: usize, mut run: impl FnMut()) -> f64 {
     let seconds = (0..7).map(|_| {
@@ -24,7 +27,7 @@ fn rate(bytes: usize, mut run: impl FnMut()) -> f64 {
 
 fn main() {
     for (name, n, k) in [("expert gate_up_proj", [768, 768], 2048), ("dense gate_up_proj", [25600, 25600], 5120)] {
-        let parts: Vec<(MatrixShape, [Vec<u8>; 3])> = n
+        let parts: Vec<Part> = n
             .iter()
             .map(|&n| {
                 let bytes = |len: usize| (0..len).map(|i| (i * 31 + i / 77) as u8 & 0x7E).collect();
@@ -32,16 +35,14 @@ fn main() {
                 (shape, [bytes(n * k / 2), bytes(n * k / 16), bytes(4)])
             })
             .collect();
-        let source =
-            |(shape, inputs): &'_ (MatrixShape, [Vec<u8>; 3])| (*shape, inputs.each_ref().map(Vec::as_slice).to_vec());
-        let inputs: Vec<_> = parts.iter().map(source).collect();
-        let sources: Vec<PartSource<'_>> = inputs
-            .iter()
-            .map(|(shape, inputs)| {
-                let format = PartFormat { codec: &nvfp4::MODELOPT, shape: *shape, row_order: RowOrder::Same };
-                PartSource { format, inputs: inputs.clone(), all_zero: false }
-            })
-            .collect();
+        let source = |(shape, inputs): &'static Part| PartSource {
+            format: PartFormat { codec: &nvfp4::MODELOPT, shape: *shape, row_order: RowOrder::Same },
+            inputs: inputs.iter().map(Vec::as_slice).collect(),
+            all_zero: false,
+        };
+        // Lives as long as the program.
+        let parts: &'static [Part] = Vec::leak(parts);
+        let sources: Vec<PartSource<'_>> = parts.iter().map(source).collect();
         let rows = n.map(|n| n as u64);
         let matrix = TiledMatrix::new(&nvfp4::MODELOPT_SPEC, k as u64, &rows, 16, [0, 0]).expect("valid geometry");
         let mut out = vec![0u8; WINDOW];

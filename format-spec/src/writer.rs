@@ -82,6 +82,15 @@ impl SegmentWriter {
             .map_err(|source| BundleError::Io { path: path.clone(), source })
     }
 
+    /// Flushes one segment to the disk.
+    ///
+    /// # Errors
+    /// [`BundleError::Io`] naming the segment.
+    pub fn flush(&self, index: u64) -> Result<(), BundleError> {
+        let (path, file) = self.segment_of(index.saturating_mul(SEGMENT_BYTES))?;
+        file.sync_all().map_err(|source| BundleError::Io { path: path.clone(), source })
+    }
+
     fn segment_of(&self, offset: u64) -> Result<&(PathBuf, File), BundleError> {
         self.files.get((offset / SEGMENT_BYTES) as usize).ok_or_else(|| BundleError::Io {
             path: PathBuf::from(segment_file(self.placement, offset / SEGMENT_BYTES)),

@@ -1,6 +1,8 @@
 //! Values that no valid checkpoint has, found in the planes as they are packed; and the one kind that has a canonical
 //! form: NVFP4 blocks whose scale is NaN and whose codes are all zero, as older exporters wrote them.
 
+use std::sync::atomic::{AtomicBool, Ordering};
+
 use rayon::prelude::*;
 use vt_bundle::encoding::{ScaleType, Span};
 use vt_bundle::layout::{PlaneKind, TiledMatrix};
@@ -54,6 +56,21 @@ fn error(
 
 const E4M3_NAN: u8 = 0x7F;
 const E4M3_MINUS_ZERO: u8 = 0x80;
+const E8M0_NAN: u8 = 0xFF;
+
+/// What the checks have found so far.
+#[derive(Debug, Default)]
+pub struct Checks {
+    /// Some value was put in its canonical form.
+    canonical: AtomicBool,
+}
+
+impl Checks {
+    /// Whether some value was put in its canonical form.
+    pub fn any_canonical(&self) -> bool {
+        self.canonical.load(Ordering::Relaxed)
+    }
+}
 
 /// Checks a packed range of a plane, `start .. start + bytes.len()`, and puts the canonical form where there is one.
 ///
@@ -61,32 +78,50 @@ const E4M3_MINUS_ZERO: u8 = 0x80;
 /// [`ValueError`] naming the tensor and the place.
 pub fn plane(
     matrix: &TiledMatrix,
-    parts: &[PartSource<'_>],
-    entries: &[Entry],
-    checkpoint: &Checkpoint,
+    from: &From<'_>,
     kind: PlaneKind,
     start: u64,
     bytes: &mut [u8],
 ) -> Result<(), ValueError> {
     match kind {
         PlaneKind::Code(i) => {
-            let nan = |b: &u8| b & E4M3_NAN == E4M3_NAN;
+            let nan = |b: u8| b & E4M3_NAN == E4M3_NAN;
             if matrix.spec.encoding == "e4m3"
                 && matrix.spec.codes[i].bits == 8
-                && let Some(at) = bytes.iter().position(nan)
+                && any(bytes, nan)
+                && let Some(at) = bytes.iter().position(|b| nan(*b))
             {
                 let tile = (start + at as u64) / matrix.spec.codes[i].tile_bytes() as u64;
                 let part = matrix.part_of(tile % matrix.tiles_n() * TILE_N as u64);
-                return Err(nan_code(checkpoint, &parts[part], &entries[part]));
+                return Err(nan_code(from, part));
             }
             Ok(())
         }
-        PlaneKind::Scale(i) => scales(matrix, parts, entries, checkpoint, i, start, bytes),
+        PlaneKind::Scale(i) => scales(matrix, from, i, start, bytes),
     }
 }
 
+/// Whether any byte is bad. Looks at whole blocks without leaving early, which the compiler turns into vector code.
+fn any(bytes: &[u8], bad: impl Fn(u8) -> bool) -> bool {
+    const BLOCK: usize = 1024;
+    bytes.chunks(BLOCK).any(|block| block.iter().fold(false, |found, &b| found | bad(b)))
+}
+
+/// Where the bytes of a plane come from.
+pub struct From<'a> {
+    /// Parts of the matrix with their source bytes.
+    pub parts: &'a [PartSource<'a>],
+    /// Their entries.
+    pub entries: &'a [Entry],
+    /// The source.
+    pub checkpoint: &'a Checkpoint,
+    /// Receives what is found.
+    pub checks: &'a Checks,
+}
+
 /// The first NaN code of a part, looked up in the source.
-fn nan_code(checkpoint: &Checkpoint, part: &PartSource<'_>, entry: &Entry) -> ValueError {
+fn nan_code(from: &From<'_>, part: usize) -> ValueError {
+    let (part, entry) = (&from.parts[part], &from.entries[part]);
     let shape = part.format.shape;
     let mut codes = [0; TILE_K];
     let mut place = (0, 0);
@@ -99,7 +134,7 @@ fn nan_code(checkpoint: &Checkpoint, part: &PartSource<'_>, entry: &Entry) -> Va
             }
         }
     }
-    error(checkpoint, input_of(entry, 0), place, "an E4M3 weight that is NaN", "finite weights")
+    error(from.checkpoint, input_of(entry, 0), place, "an E4M3 weight that is NaN", "finite weights")
 }
 
 /// The source range that holds a plane: see [`vt_bundle::codec::Codec`] for the order of the inputs.
@@ -119,7 +154,9 @@ fn fault(dtype: ScaleType, element: &[u8]) -> Option<(String, &'static str)> {
             b if b > E4M3_MINUS_ZERO => Some((format!("the negative scale byte {b:#04x}"), "scales of 0 to 448")),
             _ => None,
         },
-        ScaleType::E8M0 if element[0] == 255 => Some(("the scale byte 0xff (NaN)".into(), "scale bytes below 255")),
+        ScaleType::E8M0 if element[0] == E8M0_NAN => {
+            Some(("the scale byte 0xff (NaN)".into(), "scale bytes below 255"))
+        }
         ScaleType::E8M0 | ScaleType::U8 | ScaleType::I8 => None,
         ScaleType::F16 => float(half::f16::from_le_bytes([element[0], element[1]]).to_f32()),
         ScaleType::Bf16 => float(half::bf16::from_le_bytes([element[0], element[1]]).to_f32()),
@@ -127,17 +164,18 @@ fn fault(dtype: ScaleType, element: &[u8]) -> Option<(String, &'static str)> {
     }
 }
 
-fn scales(
-    matrix: &TiledMatrix,
-    parts: &[PartSource<'_>],
-    entries: &[Entry],
-    checkpoint: &Checkpoint,
-    index: usize,
-    start: u64,
-    bytes: &mut [u8],
-) -> Result<(), ValueError> {
+fn scales(matrix: &TiledMatrix, from: &From<'_>, index: usize, start: u64, bytes: &mut [u8]) -> Result<(), ValueError> {
     let plane = &matrix.spec.scales[index];
     let size = plane.dtype.bytes();
+    let suspect = match plane.dtype {
+        ScaleType::E4M3 => any(bytes, |b| b >= E4M3_NAN && b != E4M3_MINUS_ZERO),
+        ScaleType::E8M0 => any(bytes, |b| b == E8M0_NAN),
+        ScaleType::U8 | ScaleType::I8 => false,
+        ScaleType::F16 | ScaleType::Bf16 | ScaleType::F32 => true,
+    };
+    if !suspect {
+        return Ok(());
+    }
     for (i, element) in bytes.chunks_exact_mut(size).enumerate() {
         let Some((found, expected)) = fault(plane.dtype, element) else { continue };
         let i = start / size as u64 + i as u64;
@@ -150,15 +188,16 @@ fn scales(
             Span::Block => (block_row(matrix, i / matrix.scale_columns(plane)), i % matrix.scale_columns(plane)),
         };
         let at = matrix.part_of(row);
-        let (part, entry) = (&parts[at], &entries[at]);
+        let (part, entry) = (&from.parts[at], &from.entries[at]);
         let within = (row - matrix.parts[at].start) as usize;
         let source_row = part.format.row_order.source_row(within);
         let nan = plane.dtype == ScaleType::E4M3 && plane.span == Span::Group && element[0] & E4M3_NAN == E4M3_NAN;
         if nan && codes_are_zero(part, source_row, column as usize) {
             element[0] = 0;
+            from.checks.canonical.store(true, Ordering::Relaxed);
             continue;
         }
-        return Err(error(checkpoint, input_of(entry, 1 + index), (source_row as u64, column), found, expected));
+        return Err(error(from.checkpoint, input_of(entry, 1 + index), (source_row as u64, column), found, expected));
     }
     Ok(())
 }
@@ -241,11 +280,15 @@ pub fn canonicalised(plan: &Plan, checkpoint: &Checkpoint) -> Canonicalised {
                 .filter_map(|(i, _)| inputs.get(1 + i))
                 .flat_map(|part| {
                     let tensor = &checkpoint.tensors[part.tensor];
-                    let bytes = checkpoint.slice(part).iter().zip(tensor.offset + part.offset..);
-                    bytes
-                        .filter(|(b, _)| **b & E4M3_NAN == E4M3_NAN)
-                        .map(|(b, at)| (tensor.file, at, *b))
-                        .collect::<Vec<_>>()
+                    let nan = |b: u8| b & E4M3_NAN == E4M3_NAN;
+                    let bytes = checkpoint.slice(part);
+                    let mut found = Vec::new();
+                    if any(bytes, nan) {
+                        let places = bytes.iter().zip(tensor.offset + part.offset..);
+                        found.extend(places.filter(|(b, _)| nan(**b)).map(|(b, at)| (tensor.file, at, *b)));
+                    }
+                    checkpoint.give_back(part);
+                    found
                 })
                 .collect::<Vec<_>>()
         })

@@ -20,7 +20,7 @@ use crate::source::Checkpoint;
 use super::window::WINDOW_BYTES;
 
 /// File in the partial folder.
-const NAME: &str = "journal";
+pub const NAME: &str = "journal";
 
 /// Bytes of the check at the end of a record.
 const CHECK_BYTES: usize = 8;
@@ -28,8 +28,8 @@ const CHECK_BYTES: usize = 8;
 /// What the journal says is done.
 #[derive(Debug, Default)]
 pub struct Done {
-    /// Hashes of the source files.
-    pub sources: Option<Vec<Digest>>,
+    /// Leaf digests of source files, by file and piece.
+    pub sources: HashMap<(u32, u32), Vec<Digest>>,
     /// Leaf digests of finished windows, by address space and index.
     pub windows: HashMap<(Placement, u64), Vec<Digest>>,
 }
@@ -113,12 +113,12 @@ impl Journal {
         Ok((journal, done))
     }
 
-    /// Notes the hashes of the source files.
+    /// Notes the leaf digests of a piece of a source file.
     ///
     /// # Errors
     /// [`BundleError::Io`].
-    pub fn sources(&self, hashes: &[Digest]) -> Result<(), BundleError> {
-        self.append(b'S', 0, hashes.as_flattened())
+    pub fn source(&self, file: u32, piece: u32, leaves: &[Digest]) -> Result<(), BundleError> {
+        self.append(b'S', u64::from(file) << 32 | u64::from(piece), leaves.as_flattened())
     }
 
     /// Notes a finished window, after its bytes have been written.
@@ -187,7 +187,9 @@ impl Done {
             return;
         }
         match record.tag {
-            b'S' => self.sources = Some(digests.to_vec()),
+            b'S' => {
+                self.sources.insert(((record.index >> 32) as u32, record.index as u32), digests.to_vec());
+            }
             b'I' => {
                 self.windows.insert((Placement::Image, record.index), digests.to_vec());
             }
@@ -207,8 +209,8 @@ mod tests {
     fn a_torn_tail_and_a_foreign_key_are_ignored() {
         let dir = tempfile::tempdir().expect("temporary folder");
         let (journal, done) = Journal::open(dir.path(), [1; 32], true).expect("new journal");
-        assert!(done.sources.is_none() && done.windows.is_empty());
-        journal.sources(&[[2; 32]]).expect("appended");
+        assert!(done.sources.is_empty() && done.windows.is_empty());
+        journal.source(3, 1, &[[2; 32]]).expect("appended");
         journal.window(Placement::Image, 7, &[[3; 32], [4; 32]]).expect("appended");
         drop(journal);
         let path = dir.path().join(NAME);
@@ -221,8 +223,8 @@ mod tests {
         fs::write(&path, &whole).expect("written");
         let (_, done) = Journal::open(dir.path(), [1; 32], true).expect("opened");
         assert_eq!(done.windows.get(&(Placement::Image, 7)), Some(&vec![[3; 32], [4; 32]]));
-        assert_eq!(done.sources, Some(vec![[2; 32]]));
+        assert_eq!(done.sources.get(&(3, 1)), Some(&vec![[2; 32]]));
         let (_, done) = Journal::open(dir.path(), [9; 32], true).expect("opened");
-        assert!(done.sources.is_none());
+        assert!(done.sources.is_empty());
     }
 }

@@ -5,9 +5,13 @@
 
 mod assets;
 mod check;
+mod flush;
 mod journal;
+mod load;
+mod ordered;
 mod output;
 mod recipe;
+mod records;
 mod sources;
 mod window;
 
@@ -20,7 +24,7 @@ use vt_bundle::writer::{SegmentWriter, write_manifest};
 
 use crate::catalog::{Catalog, SourceDecoder};
 use crate::compare;
-use crate::open::{self, OpenError, Opened};
+use crate::open::{self, Choices, OpenError, Opened};
 use crate::plan::{Plan, PlanError};
 use crate::source::{Checkpoint, SourceKind};
 
@@ -45,6 +49,8 @@ pub struct Options {
     pub resume: bool,
     /// Decode everything again and compare it with the source.
     pub verify: bool,
+    /// How the input is understood.
+    pub choices: Choices,
 }
 
 /// What was made.
@@ -60,6 +66,8 @@ pub struct Report {
     pub cold_bytes: u64,
     /// Bytes of the source files.
     pub source_bytes: u64,
+    /// Bytes of the source files hashed by an earlier, interrupted run.
+    pub resumed_source_bytes: u64,
     /// Windows packed by an earlier, interrupted run.
     pub resumed_windows: u64,
     /// Values compared, if verification was asked for.
@@ -168,8 +176,8 @@ pub struct Prepared {
 ///
 /// # Errors
 /// [`ConvertError::Open`] or [`ConvertError::Plan`].
-pub fn prepare(input: &Path) -> Result<Prepared, ConvertError> {
-    let Opened { checkpoint, mut catalog, decoder } = open::open(input)?;
+pub fn prepare(input: &Path, choices: Choices) -> Result<Prepared, ConvertError> {
+    let Opened { checkpoint, mut catalog, decoder } = open::open(input, choices)?;
     let entries = std::mem::take(&mut catalog.entries);
     let plan = Plan::new(Catalog { entries, ..catalog.clone() })?;
     let mut warnings = checkpoint.warnings.clone();
@@ -187,7 +195,7 @@ pub fn prepare(input: &Path) -> Result<Prepared, ConvertError> {
 /// [`ConvertError`]. Except for an interrupt, nothing is left at or beside the output.
 pub fn convert(options: &Options, progress: &dyn Progress, interrupt: &AtomicBool) -> Result<Report, ConvertError> {
     output::refuse_overlap(&options.input, &options.output)?;
-    let prepared = prepare(&options.input)?;
+    let prepared = prepare(&options.input, options.choices)?;
     prepared.warnings.iter().for_each(|w| progress.warn(w));
     let threads = if options.threads == 0 {
         std::thread::available_parallelism().map_or(1, std::num::NonZero::get)
@@ -231,35 +239,42 @@ fn run(
     partial.require_space(plan.image_bytes + plan.cold_bytes + assets::bound(&checkpoint))?;
 
     let key = journal::key(&checkpoint, &plan);
-    let (mut journal, done) = journal::Journal::open(dir, key, options.resume)?;
+    let (journal, done) = journal::Journal::open(dir, key, options.resume)?;
 
+    let workers = window::workers(options.max_memory);
     let source_bytes = checkpoint.files.iter().map(|f| f.size).sum();
     progress.begin(Stage::Hash, source_bytes);
-    let hashes = match done.sources {
-        Some(hashes) if hashes.len() == checkpoint.files.len() => {
-            progress.advance(source_bytes);
-            hashes
-        }
-        _ => {
-            let hashes = sources::hash(&checkpoint, progress, &stop)?.ok_or_else(interrupted)?;
-            journal.sources(&hashes)?;
-            hashes
-        }
-    };
+    let hasher = sources::Hasher { checkpoint: &checkpoint, journal: &journal, finished: &done.sources, workers };
+    let (hashes, resumed_source_bytes) = hasher.hash(progress, &stop)?.ok_or_else(interrupted)?;
 
     progress.begin(Stage::Pack, plan.image_bytes + plan.cold_bytes);
-    let packer = window::Packer::new(&plan, &checkpoint, options.max_memory);
+    let records = records::RecordHashes::new(&plan);
+    let checks = check::Checks::default();
+    let packer = window::Packer {
+        plan: &plan,
+        checkpoint: &checkpoint,
+        journal: &journal,
+        finished: &done.windows,
+        records: &records,
+        checks: &checks,
+        workers,
+    };
     let mut spaces = Vec::new();
     let mut resumed_windows = 0;
     for placement in [Placement::Image, Placement::Cold] {
         let segments = SegmentWriter::create(dir, placement, plan.space_bytes(placement))?;
-        let packed = packer.pack(placement, &segments, &mut journal, &done.windows, progress, &stop)?;
+        let packed = packer.pack(placement, &segments, progress, &stop)?;
         let (leaves, resumed) = packed.ok_or_else(interrupted)?;
         resumed_windows += resumed;
         spaces.push((segments, leaves));
     }
-    let record_hashes = window::hash_records(&plan, &spaces[0].0, &spaces[1].0)?;
-    let canonical = check::canonicalised(&plan, &checkpoint);
+    let record_hashes = records.finish().expect("every window has been packed, so every record is complete");
+    // Windows of an earlier run are not checked again: what was found in them is found in the source.
+    let canonical = if checks.any_canonical() || resumed_windows > 0 {
+        check::canonicalised(&plan, &checkpoint)
+    } else {
+        check::Canonicalised::default()
+    };
     warnings.extend(canonical.warnings.iter().cloned());
     canonical.warnings.iter().for_each(|w| progress.warn(w));
 
@@ -322,6 +337,7 @@ fn run(
         image_bytes: plan.image_bytes,
         cold_bytes: plan.cold_bytes,
         source_bytes,
+        resumed_source_bytes,
         resumed_windows,
         verified_values,
         warnings,

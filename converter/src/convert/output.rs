@@ -5,6 +5,7 @@ use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
+use super::journal;
 use rustix::fs::{FlockOperation, RenameFlags};
 use vt_bundle::manifest::file_name;
 use vt_bundle::writer::sync_folder;
@@ -23,6 +24,12 @@ pub enum OutputError {
     #[error("{}: exists and is not a vt bundle; remove it yourself or give another OUTPUT", path.display())]
     NotABundle {
         /// The output.
+        path: PathBuf,
+    },
+    /// What is at the place of the partial folder was not left by a converter.
+    #[error("{}: exists and was not left by vt-convert; move it away or give another OUTPUT", path.display())]
+    NotPartial {
+        /// The partial folder.
         path: PathBuf,
     },
     /// Input and output overlap.
@@ -71,7 +78,10 @@ impl OutputError {
     /// The exit code that a program should end with.
     pub fn exit_code(&self) -> u8 {
         match self {
-            OutputError::Exists { .. } | OutputError::NotABundle { .. } | OutputError::Overlap { .. } => 2,
+            OutputError::Exists { .. }
+            | OutputError::NotABundle { .. }
+            | OutputError::NotPartial { .. }
+            | OutputError::Overlap { .. } => 2,
             _ => 6,
         }
     }
@@ -88,7 +98,10 @@ fn io_error(path: &Path) -> impl FnOnce(io::Error) -> OutputError + '_ {
 pub fn refuse_overlap(input: &Path, output: &Path) -> Result<(), OutputError> {
     let (Ok(real_input), Some(real_output)) = (input.canonicalize(), real_target(output)) else { return Ok(()) };
     let overlap = || OutputError::Overlap { input: input.to_owned(), output: output.to_owned() };
-    if real_output.starts_with(&real_input) || real_input.starts_with(&real_output) {
+    let partial = partial_of(&real_output).unwrap_or_else(|| real_output.clone());
+    if real_output.starts_with(&real_input)
+        || [&real_output, &partial].iter().any(|taken| real_input.starts_with(taken))
+    {
         return Err(overlap());
     }
     // A hard link has another name but the same inode.
@@ -112,6 +125,23 @@ fn real_target(output: &Path) -> Option<PathBuf> {
     Some(parent.canonicalize().ok()?.join(output.file_name()?))
 }
 
+/// The folder in which an output is made; `None` for a path without a last component.
+fn partial_of(output: &Path) -> Option<PathBuf> {
+    let mut name = output.file_name()?.to_owned();
+    name.push(".partial");
+    Some(output.with_file_name(name))
+}
+
+/// Whether a folder can be what a converter left: nobody else's files are ever taken over or removed.
+fn is_ours(dir: &Path) -> io::Result<bool> {
+    if !fs::symlink_metadata(dir)?.is_dir() {
+        return Ok(false);
+    }
+    let marks = [OWNER, journal::NAME, file_name::MANIFEST];
+    // Empty: a kill between making and marking it.
+    Ok(marks.iter().any(|m| dir.join(m).is_file()) || fs::read_dir(dir)?.next().is_none())
+}
+
 /// The claimed `OUTPUT.partial`.
 #[derive(Debug)]
 pub struct Partial {
@@ -130,12 +160,7 @@ impl Partial {
     /// # Errors
     /// [`OutputError`].
     pub fn claim(output: &Path, overwrite: bool) -> Result<Self, OutputError> {
-        let named = output.file_name().map(|name| {
-            let mut name = name.to_owned();
-            name.push(".partial");
-            output.with_file_name(name)
-        });
-        let dir = named.ok_or_else(|| OutputError::NotABundle { path: output.to_owned() })?;
+        let dir = partial_of(output).ok_or_else(|| OutputError::NotABundle { path: output.to_owned() })?;
         refuse_existing(output, overwrite)?;
         let parent = match dir.parent() {
             Some(p) if !p.as_os_str().is_empty() => p,
@@ -149,6 +174,12 @@ impl Partial {
             match fs::create_dir(&dir) {
                 Err(e) if e.kind() != io::ErrorKind::AlreadyExists => return Err(io_error(&dir)(e)),
                 _ => {}
+            }
+            match is_ours(&dir) {
+                Ok(true) => {}
+                Ok(false) => return Err(OutputError::NotPartial { path: dir }),
+                Err(e) if e.kind() == io::ErrorKind::NotFound => continue,
+                Err(e) => return Err(io_error(&dir)(e)),
             }
             let lock = match File::open(&dir) {
                 Err(e) if e.kind() == io::ErrorKind::NotFound => continue,

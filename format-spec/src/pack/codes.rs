@@ -8,8 +8,9 @@ use crate::tile::{CodePlane, TILE_CODES, TILE_K, TILE_N};
 /// Largest tile of any code plane, in bytes.
 const MAX_TILE_BYTES: usize = TILE_CODES;
 
-/// Rows of tiles that are packed together: for 4-bit codes that many tiles read one cache line of every source row.
-const TILE_ROWS: u64 = 8;
+/// Rows of tiles that are packed together: for 4-bit codes eight of them read one cache line of every source row, and of a
+/// wide matrix, whose rows lie on pages of their own, a page is looked up less often.
+const TILE_ROWS: u64 = 32;
 
 /// Writes the bytes `start .. start + out.len()` of a code plane.
 pub(super) fn pack(matrix: &TiledMatrix, parts: &[PartSource<'_>], plane: &CodePlane, start: u64, out: &mut [u8]) {

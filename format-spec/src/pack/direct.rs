@@ -64,6 +64,7 @@ pub(super) fn nibbles(rows: &[u8], stride: usize, out: &mut [u8; NIBBLE_TILE]) {
 pub(super) fn bytes(rows: &[u8], stride: usize, out: &mut [u8; TILE_CODES]) {
     for (col, line) in out.as_chunks_mut::<{ TILE_CODES / OCTET }>().0.iter_mut().enumerate() {
         let mut words = [[0u32; OCTET]; 4];
+        #[allow(clippy::needless_range_loop, reason = "a row of the file first, an index second")]
         for i in 0..OCTET {
             let at = (OCTET * i + col) * stride;
             let row = &rows[at..at + 16];

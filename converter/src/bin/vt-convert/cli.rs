@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use clap::Parser;
 use vt_convert::convert::Options;
+use vt_convert::open::Choices;
 
 /// Turns an LLM checkpoint into a vt bundle: weights in the order GPU kernels read, content-hashed and reversible.
 ///
@@ -42,6 +43,11 @@ pub struct Cli {
     #[arg(long, env = "VT_NO_RESUME")]
     pub no_resume: bool,
 
+    /// Use the embedding as the output head where lm_head.weight is missing and config.json does not say that they are
+    /// tied; the bundle's configuration then says so.
+    #[arg(long, env = "VT_TIE_WORD_EMBEDDINGS")]
+    pub tie_word_embeddings: bool,
+
     /// Print the report (or, with --dry-run, the plan) as JSON.
     #[arg(long, env = "VT_JSON")]
     pub json: bool,
@@ -52,6 +58,11 @@ pub struct Cli {
 }
 
 impl Cli {
+    /// How the input is understood.
+    pub fn choices(&self) -> Choices {
+        Choices { tie_word_embeddings: self.tie_word_embeddings }
+    }
+
     /// What the library needs to know.
     pub fn options(&self) -> Options {
         Options {
@@ -62,6 +73,7 @@ impl Cli {
             overwrite: self.overwrite,
             resume: !self.no_resume,
             verify: self.verify,
+            choices: self.choices(),
         }
     }
 }

@@ -37,7 +37,7 @@ fn main() -> ExitCode {
 
 fn run(cli: &Cli) -> Result<(), ConvertError> {
     if cli.dry_run {
-        let prepared = convert::prepare(&cli.input)?;
+        let prepared = convert::prepare(&cli.input, cli.choices())?;
         print(&dry_run::render(&prepared, cli.json));
         return Ok(());
     }

@@ -124,7 +124,7 @@ pub enum ResolveError {
         second: String,
     },
     /// The output projection is missing and nothing says that it is tied.
-    #[error("lm_head.weight is missing, and tie_word_embeddings in config.json {}; set it to true in config.json if the head really is the embedding, or download the missing tensor",
+    #[error("lm_head.weight is missing, and tie_word_embeddings in config.json {}; download the missing tensor, or, if the head really is the embedding, say so with --tie-word-embeddings",
         if *stated { "is false" } else { "is not given (false for this model type)" })]
     HeadMissing {
         /// The configuration has the flag.
