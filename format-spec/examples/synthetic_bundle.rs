@@ -56,9 +56,10 @@ impl Builder {
         let rows: Vec<u64> = parts.iter().map(|(_, rows)| *rows).collect();
         let matrix = TiledMatrix::new(spec, k, &rows, GROUP, [0, 0])?;
         let (path, _) = module.rsplit_once('.').ok_or("a module lies in a layer")?;
-        let listed = parts.iter().zip(&matrix.parts).map(|((name, rows), at)| {
-            part(format!("{path}.{name}.weight"), at.start, *rows)
-        });
+        let listed = parts
+            .iter()
+            .zip(&matrix.parts)
+            .map(|((name, rows), at)| part(format!("{path}.{name}.weight"), at.start, *rows));
         let layout = Layout::Marlin {
             encoding: spec.encoding.to_owned(),
             group_size: Some(GROUP),
@@ -95,7 +96,8 @@ fn part(name: String, row_start: u64, rows: u64) -> Part {
 
 fn main() -> Result<(), Box<dyn Error>> {
     let mut arguments = std::env::args().skip(1);
-    let dir = PathBuf::from(arguments.next().ok_or("usage: synthetic_bundle DIR [LAYERS [HIDDEN [INNER [VOCABULARY]]]]")?);
+    let dir =
+        PathBuf::from(arguments.next().ok_or("usage: synthetic_bundle DIR [LAYERS [HIDDEN [INNER [VOCABULARY]]]]")?);
     let mut number = |default: u64| arguments.next().map_or(Ok(default), |text| text.parse());
     let (layers, hidden, inner, vocabulary) = (number(41)?, number(8192)?, number(28672)?, number(32000)?);
     let heads = hidden / HEAD_DIM;
@@ -165,7 +167,8 @@ fn write_segments(
 ) -> Result<(Vec<Digest>, Vec<vt_bundle::manifest::Segment>), Box<dyn Error>> {
     let writer = SegmentWriter::create(dir, Placement::Image, size)?;
     let ends: Vec<(u64, u64)> = {
-        let mut planes: Vec<_> = tensors.iter().flat_map(|t| &t.planes).map(|p| (p.offset, p.offset + p.size)).collect();
+        let mut planes: Vec<_> =
+            tensors.iter().flat_map(|t| &t.planes).map(|p| (p.offset, p.offset + p.size)).collect();
         planes.sort_unstable();
         planes
     };

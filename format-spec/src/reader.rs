@@ -248,20 +248,40 @@ impl Bundle {
                 if found == *expected {
                     return Ok(());
                 }
-                Err(BundleError::Leaf {
-                    path: self.dir.join(&segment.file),
-                    leaf,
-                    start,
-                    end: start + len,
-                    found: to_hex(&found),
-                    expected: to_hex(expected),
-                    tensors: self.tensors_in(placement, at..at + len),
-                })
+                Err(self.leaf_error(placement, at / LEAF_BYTES, &found, expected))
             })
         });
         match first.find_first(Result::is_err) {
             Some(error) => error,
             None => Ok(()),
+        }
+    }
+
+    /// Bytes of the segment that holds a leaf, given by its index in the address space.
+    ///
+    /// # Panics
+    /// Where there is no such leaf.
+    pub fn segment_bytes(&self, placement: Placement, leaf: u64) -> u64 {
+        self.space(placement).segments[(leaf / (SEGMENT_BYTES / LEAF_BYTES)) as usize].size
+    }
+
+    /// The error for a leaf, given by its index in the address space, whose value is not the expected one.
+    ///
+    /// # Panics
+    /// Where there is no such leaf.
+    pub fn leaf_error(&self, placement: Placement, leaf: u64, found: &Digest, expected: &Digest) -> BundleError {
+        let at = leaf * LEAF_BYTES;
+        let segment = &self.space(placement).segments[(at / SEGMENT_BYTES) as usize];
+        let start = at % SEGMENT_BYTES;
+        let end = segment.size.min(start + LEAF_BYTES);
+        BundleError::Leaf {
+            path: self.dir.join(&segment.file),
+            leaf: start / LEAF_BYTES,
+            start,
+            end,
+            found: to_hex(found),
+            expected: to_hex(expected),
+            tensors: self.tensors_in(placement, at..at + (end - start)),
         }
     }
 

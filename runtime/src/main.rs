@@ -1,16 +1,19 @@
 //! `vt-run`: loads a bundle and answers.
 
-use clap::Parser;
 use std::io::IsTerminal;
 use std::process::ExitCode;
 use tracing_subscriber::EnvFilter;
-use vt_run::cli::Cli;
-use vt_run::start;
+use vt_run::cli::Invocation;
+use vt_run::start::{self, Failure};
 use vt_run::stats::Startup;
 
 fn main() -> ExitCode {
     let startup = Startup::begin();
-    let cli = Cli::parse();
+    let invocation = Invocation::parse();
+    let cli = match &invocation {
+        Invocation::Run(cli) => cli,
+        Invocation::BenchLoad(bench) => return ended(start::bench_load(bench)),
+    };
     let filter = match EnvFilter::try_new(&cli.log) {
         Ok(filter) => filter,
         Err(error) => {
@@ -22,7 +25,11 @@ fn main() -> ExitCode {
     let colour = std::io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none_or(|v| v.is_empty());
     let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
     log.with_target(false).with_ansi(colour).init();
-    match start::run(&cli, startup) {
+    ended(start::run(cli, startup))
+}
+
+fn ended(result: Result<(), Failure>) -> ExitCode {
+    match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(failure) => {
             eprintln!("error: {failure}");

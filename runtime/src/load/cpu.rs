@@ -1,6 +1,6 @@
 //! The CPU: the mapped image is the arena.
 
-use super::{Device, HostArena, LoadError, Verify};
+use super::{Device, HostArena, LoadError, LoadReport, Resident, Verify};
 use vt_bundle::Bundle;
 use vt_bundle::manifest::Placement;
 use vt_bundle::mmap::ContiguousMap;
@@ -32,9 +32,11 @@ impl Device for CpuDevice {
         bundle: &Bundle,
         verify: Verify,
         progress: &(dyn Fn(u64) + Sync),
-    ) -> Result<ContiguousMap, LoadError> {
+    ) -> Result<Resident<ContiguousMap>, LoadError> {
+        let mut report = LoadReport::new(self.name());
         let map = bundle.map(Placement::Image)?;
-        if verify == Verify::Host {
+        if verify != Verify::Off {
+            report.verify = Verify::Host;
             let leaves = bundle.leaves()?;
             // A pool of its own, gone when the check is: `--threads` holds, and nothing stays behind.
             let pool = rayon::ThreadPoolBuilder::new().num_threads(self.threads).build();
@@ -44,7 +46,7 @@ impl Device for CpuDevice {
             })?;
             pool.install(|| bundle.verify_mapped(Placement::Image, map.bytes(), &leaves, progress))?;
         }
-        Ok(map)
+        Ok(Resident { arena: map, report })
     }
 }
 

@@ -1,6 +1,6 @@
 //! The owner of resident weights, and views into it.
 
-use super::{Assets, Device, HostArena, LoadError, Verify};
+use super::{Assets, Device, HostArena, LoadError, LoadReport, Resident, Verify};
 use vt_bundle::geometry::Geometry;
 use vt_bundle::manifest::Tensor;
 use vt_bundle::{Bundle, Manifest};
@@ -11,6 +11,7 @@ pub struct LoadedBundle<A> {
     bundle: Bundle,
     assets: Assets,
     arena: A,
+    report: LoadReport,
 }
 
 impl<A> LoadedBundle<A> {
@@ -25,8 +26,8 @@ impl<A> LoadedBundle<A> {
         progress: &(dyn Fn(u64) + Sync),
     ) -> Result<Self, LoadError> {
         let assets = Assets::read(&bundle)?;
-        let arena = device.load_image(&bundle, verify, progress)?;
-        Ok(Self { bundle, assets, arena })
+        let Resident { arena, report } = device.load_image(&bundle, verify, progress)?;
+        Ok(Self { bundle, assets, arena, report })
     }
 
     /// The bundle id.
@@ -52,6 +53,11 @@ impl<A> LoadedBundle<A> {
     /// The arena.
     pub fn arena(&self) -> &A {
         &self.arena
+    }
+
+    /// How the image was loaded.
+    pub fn report(&self) -> &LoadReport {
+        &self.report
     }
 
     /// A view of the tensor at an index of the manifest.

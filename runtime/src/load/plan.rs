@@ -163,7 +163,7 @@ impl MemoryPlan {
 }
 
 /// Bytes of one block of the cache, all layers together; at least 1.
-fn block_bytes(config: &ModelConfig, kv_type: KvType) -> u64 {
+pub(super) fn block_bytes(config: &ModelConfig, kv_type: KvType) -> u64 {
     let shape = KvShape {
         layers: config.layers.len(),
         kv_heads: config.num_kv_heads,

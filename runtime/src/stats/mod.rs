@@ -61,6 +61,12 @@ impl Startup {
         result
     }
 
+    /// Adds stages that were timed elsewhere.
+    pub fn record(&mut self, phases: &[Phase]) {
+        self.phases.extend_from_slice(phases);
+        self.sample();
+    }
+
     /// Says how many bytes the last stage moved.
     pub fn moved(&mut self, bytes: u64) {
         if let Some(last) = self.phases.last_mut() {

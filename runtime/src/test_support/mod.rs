@@ -3,6 +3,8 @@
 //! Built only for tests and under the feature `test-support`; no part of the `vt-run` binary.
 
 pub mod fake_model;
+#[cfg(test)]
+pub mod synthetic;
 pub mod tokenizer;
 
 pub use fake_model::{FakeModel, Script};

@@ -1,0 +1,89 @@
+//! The memory operations of a device that images are uploaded to.
+//!
+//! [`super::upload`] is written against this trait, so that everything that it promises about residency is tested on a fake
+//! ([`super::FakeAccelerator`]) and holds on CUDA. Ownership is the protocol: a copy takes its buffer by value and
+//! gives it back when it is over, so that a buffer cannot be written, and memory cannot be freed, under a copy.
+
+use super::{Ledger, LoadError};
+use std::sync::Arc;
+use vt_bundle::hash::Digest;
+
+/// A device with memory of its own, asynchronous copies and, as an operation of its own, BLAKE3 of what has arrived.
+pub trait Accelerator: Send + Sync {
+    /// Memory that is being filled.
+    type Memory: Send + Sync;
+    /// The same memory, filled. Dropping it frees.
+    type Arena: Send + Sync;
+    /// Host memory that copies start from, page-aligned.
+    type Buffer: AsMut<[u8]> + Send;
+    /// A copy that may be under way.
+    type Copy: Send;
+    /// A hash that may be under way.
+    type Hash: Send;
+
+    /// Name as on the command line (`cuda:0`).
+    fn name(&self) -> String;
+
+    /// Bytes that can be allocated now.
+    ///
+    /// # Errors
+    /// [`LoadError::Device`].
+    fn free_bytes(&self) -> Result<u64, LoadError>;
+
+    /// Allocates the arena. 256-aligned, not initialised.
+    ///
+    /// # Errors
+    /// [`LoadError::Device`] where there is not enough memory.
+    fn allocate(&self, bytes: u64) -> Result<Self::Memory, LoadError>;
+
+    /// Host memory for copies: page-locked, or ordinary where pinning has failed.
+    ///
+    /// # Errors
+    /// [`LoadError::Device`].
+    fn buffer(&self, bytes: usize, pinned: bool) -> Result<Self::Buffer, LoadError>;
+
+    /// Starts a copy of the first `len` bytes of `source` to an offset. Copies are done in the order of the calls.
+    ///
+    /// # Errors
+    /// [`LoadError::Device`].
+    fn copy(
+        &self,
+        source: Self::Buffer,
+        len: usize,
+        to: &Self::Memory,
+        offset: u64,
+    ) -> Result<Self::Copy, LoadError>;
+
+    /// Waits for a copy and gives its buffer back.
+    ///
+    /// # Errors
+    /// [`LoadError::Device`].
+    fn wait(&self, copy: Self::Copy) -> Result<Self::Buffer, LoadError>;
+
+    /// Gets ready to hash the image that fills `memory`, in segments of [`vt_bundle::hash::SEGMENT_BYTES`].
+    ///
+    /// # Errors
+    /// [`LoadError::Device`] where the device cannot hash; the host does it then.
+    fn prepare_hash(&self, memory: &Self::Memory) -> Result<(), LoadError>;
+
+    /// Starts hashing leaves `first .. first + count` of the image, after every copy submitted so far.
+    ///
+    /// # Errors
+    /// [`LoadError::Device`].
+    fn hash(&self, memory: &Self::Memory, first: u64, count: u32) -> Result<Self::Hash, LoadError>;
+
+    /// Waits for leaf values.
+    ///
+    /// # Errors
+    /// [`LoadError::Device`].
+    fn hashed(&self, hash: Self::Hash) -> Result<Vec<Digest>, LoadError>;
+
+    /// Waits for all work and hands the memory over.
+    ///
+    /// # Errors
+    /// [`LoadError::Device`].
+    fn seal(&self, memory: Self::Memory) -> Result<Self::Arena, LoadError>;
+
+    /// What has been allocated, copied and freed so far.
+    fn ledger(&self) -> &Arc<Ledger>;
+}

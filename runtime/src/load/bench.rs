@@ -1,0 +1,197 @@
+//! Rates of the link, of the disk, of the hash kernel and of whole loads, measured in one run so that they compare.
+
+use super::upload::{IoMode, Source, UploadOptions, load_image, verify_resident};
+use super::{Accelerator, LoadError, Verify};
+use crate::stats::human_bytes;
+use rustix::fs::Advice;
+use serde::Serialize;
+use std::fs::File;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Instant;
+use vt_bundle::Bundle;
+use vt_bundle::manifest::Placement;
+
+/// Bytes of one copy when the link alone is measured: large enough that the start of a copy does not count.
+const LINK_BUFFER: usize = 64 << 20;
+/// Bytes that are copied then.
+const LINK_BYTES: u64 = 8 << 30;
+
+/// Rates in bytes a second.
+#[derive(Clone, Debug, Serialize)]
+pub struct LoadBench {
+    /// Device.
+    pub device: String,
+    /// Bytes of the image.
+    pub image_bytes: u64,
+    /// Copies from page-locked memory and nothing else.
+    pub link_rate: f64,
+    /// Reads past the page cache and nothing else, where the file system does that.
+    pub direct_rate: Option<f64>,
+    /// Hashing of the resident image and nothing else.
+    pub hash_rate: Option<f64>,
+    /// Loads.
+    pub loads: Vec<BenchedLoad>,
+}
+
+/// One load.
+#[derive(Clone, Debug, Serialize)]
+pub struct BenchedLoad {
+    /// How the bytes were read.
+    pub io: &'static str,
+    /// From the first read to the last value compared, seconds.
+    pub upload_seconds: f64,
+    /// Everything of the load but the context, seconds.
+    pub seconds: f64,
+    /// Bytes a second of the upload.
+    pub rate: f64,
+    /// The rate as a share of the link's.
+    pub of_link: f64,
+    /// The rate as a share of the disk's.
+    pub of_direct: Option<f64>,
+}
+
+/// Measures.
+///
+/// # Errors
+/// [`LoadError`] of any load.
+pub fn run<A: Accelerator<Memory = M, Arena = M>, M: Send + Sync>(
+    accelerator: &A,
+    bundle: &Bundle,
+    verify: Verify,
+    options: &UploadOptions,
+    repeat: u32,
+    cold: bool,
+) -> Result<LoadBench, LoadError> {
+    let options = options.checked();
+    let image_bytes = bundle.space(Placement::Image).size;
+    let link_rate = link_rate(accelerator)?;
+    let direct_rate = direct_rate(accelerator, bundle, &options)?;
+    let mut loads = Vec::new();
+    let mut hash_rate = None;
+    for _ in 0..repeat {
+        if cold {
+            drop_cache(bundle);
+        }
+        let start = Instant::now();
+        let resident = load_image(accelerator, bundle, verify, &options, &|_| ())?;
+        let seconds = start.elapsed().as_secs_f64();
+        let rate = resident.report.upload_rate().unwrap_or(0.0);
+        loads.push(BenchedLoad {
+            io: resident.report.io,
+            upload_seconds: image_bytes as f64 / rate,
+            seconds,
+            rate,
+            of_link: rate / link_rate,
+            of_direct: direct_rate.map(|direct| rate / direct),
+        });
+        if verify == Verify::Device {
+            let leaves = bundle.leaves()?.image;
+            let start = Instant::now();
+            verify_resident(accelerator, bundle, &leaves, &resident.arena)?;
+            let rate = image_bytes as f64 / start.elapsed().as_secs_f64();
+            hash_rate = Some(hash_rate.map_or(rate, |best: f64| best.max(rate)));
+        }
+    }
+    Ok(LoadBench { device: accelerator.name(), image_bytes, link_rate, direct_rate, hash_rate, loads })
+}
+
+/// Copies alternate between two buffers, so that one is always under way.
+fn link_rate<A: Accelerator>(accelerator: &A) -> Result<f64, LoadError> {
+    let memory = accelerator.allocate(2 * LINK_BUFFER as u64)?;
+    let mut copies = Vec::new();
+    for i in 0..2u64 {
+        let mut buffer = accelerator.buffer(LINK_BUFFER, true)?;
+        buffer.as_mut().fill(i as u8 + 1);
+        copies.push(accelerator.copy(buffer, LINK_BUFFER, &memory, i * LINK_BUFFER as u64)?);
+    }
+    let mut best = 0f64;
+    for _ in 0..3 {
+        let start = Instant::now();
+        let rounds = LINK_BYTES / 3 / LINK_BUFFER as u64;
+        for i in 0..rounds {
+            let buffer = accelerator.wait(copies.remove(0))?;
+            copies.push(accelerator.copy(buffer, LINK_BUFFER, &memory, i % 2 * LINK_BUFFER as u64)?);
+        }
+        // Each round waits for an older copy and starts one: as many are done as started.
+        best = best.max((rounds * LINK_BUFFER as u64) as f64 / start.elapsed().as_secs_f64());
+    }
+    for copy in copies {
+        accelerator.wait(copy)?;
+    }
+    drop(accelerator.seal(memory)?);
+    Ok(best)
+}
+
+/// Reads the image as a load does, and drops it.
+fn direct_rate<A: Accelerator>(
+    accelerator: &A,
+    bundle: &Bundle,
+    options: &UploadOptions,
+) -> Result<Option<f64>, LoadError> {
+    let source = Source::open(bundle, IoMode::Direct, false)?;
+    if source.mode() != IoMode::Direct {
+        return Ok(None);
+    }
+    let next = AtomicU64::new(0);
+    let buffers = (0..options.readers).map(|_| accelerator.buffer(options.chunk_bytes as usize, true));
+    let buffers = buffers.collect::<Result<Vec<_>, _>>()?;
+    let start = Instant::now();
+    std::thread::scope(|scope| {
+        let readers: Vec<_> = buffers
+            .into_iter()
+            .map(|mut buffer| {
+                let (next, source) = (&next, &source);
+                scope.spawn(move || {
+                    loop {
+                        let offset = next.fetch_add(options.chunk_bytes, Ordering::Relaxed);
+                        if offset >= source.len() {
+                            return Ok::<(), vt_bundle::BundleError>(());
+                        }
+                        let len = options.chunk_bytes.min(source.len() - offset);
+                        source.read(offset, len as usize, buffer.as_mut())?;
+                    }
+                })
+            })
+            .collect();
+        readers.into_iter().try_for_each(|reader| match reader.join() {
+            Ok(result) => result.map_err(LoadError::from),
+            Err(panic) => std::panic::resume_unwind(panic),
+        })
+    })?;
+    Ok(Some(source.len() as f64 / start.elapsed().as_secs_f64()))
+}
+
+/// Asks the kernel to forget the image's pages. Pages that are dirty or mapped elsewhere stay.
+fn drop_cache(bundle: &Bundle) {
+    for segment in &bundle.space(Placement::Image).segments {
+        if let Ok(file) = File::open(bundle.dir().join(&segment.file)) {
+            let _ = rustix::fs::fadvise(&file, 0, None, Advice::DontNeed);
+        }
+    }
+}
+
+impl LoadBench {
+    /// A table that a person reads.
+    pub fn table(&self) -> String {
+        let gb = |rate: f64| format!("{:8.2} GB/s", rate / 1e9);
+        let mut text = format!("{}: image of {}\n", self.device, human_bytes(self.image_bytes));
+        text.push_str(&format!("  link, page-locked copies only {}\n", gb(self.link_rate)));
+        for (what, rate) in [("disk, O_DIRECT reads only    ", self.direct_rate), ("hash kernel only             ", self.hash_rate)] {
+            if let Some(rate) = rate {
+                text.push_str(&format!("  {what} {}\n", gb(rate)));
+            }
+        }
+        for (i, load) in self.loads.iter().enumerate() {
+            let direct = load.of_direct.map(|share| format!(", {share:.3} of the disk"));
+            text.push_str(&format!(
+                "  load {i} ({}) {:.3} s, {} {:.3} of the link{}\n",
+                load.io,
+                load.seconds,
+                gb(load.rate),
+                load.of_link,
+                direct.unwrap_or_default()
+            ));
+        }
+        text
+    }
+}

@@ -1,0 +1,146 @@
+//! CUDA devices.
+
+use super::{Accelerator, Ledger, LoadError};
+use std::sync::{Arc, OnceLock};
+use vt_bundle::hash::{Digest, LEAF_BYTES, SEGMENT_BYTES, leaf_count};
+use vt_kernels::cuda::{
+    CudaContext, CudaError, CudaStream, DeviceMemory, LeafHasher, PendingLeaves, PendingUpload, StagingBuffer,
+};
+
+/// One CUDA device as this process uses it: a stream for copies, one for hashing.
+#[derive(Debug)]
+pub struct CudaAccelerator {
+    context: Arc<CudaContext>,
+    copies: CudaStream,
+    hasher: OnceLock<LeafHasher>,
+    ledger: Arc<Ledger>,
+}
+
+impl CudaAccelerator {
+    /// Opens the device of that index.
+    ///
+    /// # Errors
+    /// [`LoadError::Device`] with the reason and what to do.
+    pub fn new(index: u32) -> Result<Self, LoadError> {
+        let failed = |error: CudaError| LoadError::Device { device: format!("cuda:{index}"), reason: error.to_string() };
+        let context = CudaContext::new(index).map_err(failed)?;
+        let copies = CudaStream::new(&context).map_err(failed)?;
+        Ok(Self { context, copies, hasher: OnceLock::new(), ledger: Arc::new(Ledger::default()) })
+    }
+
+    /// The device's context.
+    pub fn context(&self) -> &Arc<CudaContext> {
+        &self.context
+    }
+
+    fn failed(&self, error: CudaError) -> LoadError {
+        LoadError::Device { device: self.name(), reason: error.to_string() }
+    }
+
+    fn hasher(&self) -> Result<&LeafHasher, LoadError> {
+        if let Some(hasher) = self.hasher.get() {
+            return Ok(hasher);
+        }
+        let hasher = LeafHasher::new(&self.context).map_err(|e| self.failed(e))?;
+        Ok(self.hasher.get_or_init(|| hasher))
+    }
+}
+
+/// Device memory of one image; the ledger hears of its end.
+#[derive(Debug)]
+pub struct CudaArena {
+    memory: Arc<DeviceMemory>,
+    values: OnceLock<Arc<StagingBuffer>>,
+    ledger: Arc<Ledger>,
+}
+
+impl CudaArena {
+    /// The allocation.
+    pub fn memory(&self) -> &Arc<DeviceMemory> {
+        &self.memory
+    }
+}
+
+impl Drop for CudaArena {
+    fn drop(&mut self) {
+        self.ledger.freed(self.memory.len());
+    }
+}
+
+impl Accelerator for CudaAccelerator {
+    type Memory = CudaArena;
+    type Arena = CudaArena;
+    type Buffer = StagingBuffer;
+    type Copy = PendingUpload;
+    type Hash = PendingLeaves;
+
+    fn name(&self) -> String {
+        format!("cuda:{}", self.context.index())
+    }
+
+    fn free_bytes(&self) -> Result<u64, LoadError> {
+        Ok(self.context.memory().map_err(|e| self.failed(e))?.free)
+    }
+
+    fn allocate(&self, bytes: u64) -> Result<CudaArena, LoadError> {
+        let memory = DeviceMemory::new(&self.context, bytes, "device memory for the image");
+        let memory = Arc::new(memory.map_err(|e| self.failed(e))?);
+        self.ledger.allocated(bytes);
+        Ok(CudaArena { memory, values: OnceLock::new(), ledger: Arc::clone(&self.ledger) })
+    }
+
+    fn buffer(&self, bytes: usize, pinned: bool) -> Result<StagingBuffer, LoadError> {
+        let make = if pinned { StagingBuffer::pinned } else { StagingBuffer::pageable };
+        let buffer = make(&self.context, bytes).map_err(|e| self.failed(e))?;
+        self.ledger.staged(bytes as u64, pinned);
+        Ok(buffer)
+    }
+
+    fn copy(&self, source: StagingBuffer, len: usize, to: &CudaArena, offset: u64) -> Result<PendingUpload, LoadError> {
+        let copy = self.copies.upload(source, len, &to.memory, offset).map_err(|e| self.failed(e))?;
+        self.ledger.copied(len as u64);
+        Ok(copy)
+    }
+
+    fn wait(&self, copy: PendingUpload) -> Result<StagingBuffer, LoadError> {
+        self.ledger.waited();
+        copy.wait().map_err(|e| self.failed(e))
+    }
+
+    fn prepare_hash(&self, memory: &CudaArena) -> Result<(), LoadError> {
+        let hasher = self.hasher()?;
+        if memory.values.get().is_none() {
+            let table = hasher.table(leaf_count(memory.memory.len())).map_err(|e| self.failed(e))?;
+            memory.values.get_or_init(|| table);
+        }
+        Ok(())
+    }
+
+    fn hash(&self, memory: &CudaArena, first: u64, count: u32) -> Result<PendingLeaves, LoadError> {
+        self.prepare_hash(memory)?;
+        let (hasher, values) = (self.hasher()?, &memory.values);
+        let Some(values) = values.get() else {
+            return Err(LoadError::Device { device: self.name(), reason: "no table for leaf values".to_owned() });
+        };
+        let bytes = memory.memory.len();
+        let hash = hasher.hash(&memory.memory, bytes, SEGMENT_BYTES, first, count, values, Some(&self.copies));
+        let hash = hash.map_err(|e| self.failed(e))?;
+        self.ledger.hashed(u64::from(count));
+        Ok(hash)
+    }
+
+    fn hashed(&self, hash: PendingLeaves) -> Result<Vec<Digest>, LoadError> {
+        hash.wait().map_err(|e| self.failed(e))
+    }
+
+    fn seal(&self, memory: CudaArena) -> Result<CudaArena, LoadError> {
+        self.copies.synchronize().map_err(|e| self.failed(e))?;
+        Ok(memory)
+    }
+
+    fn ledger(&self) -> &Arc<Ledger> {
+        &self.ledger
+    }
+}
+
+const _: () = assert!(SEGMENT_BYTES.is_multiple_of(LEAF_BYTES));

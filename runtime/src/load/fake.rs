@@ -1,0 +1,362 @@
+//! A device on host memory, for tests: late copies, faults on demand.
+
+use super::{Accelerator, HostArena, Ledger, LoadError};
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use vt_bundle::hash::{Digest, LEAF_BYTES, SEGMENT_BYTES, leaf_digest};
+
+/// Alignment of buffers, as page-locked memory has it.
+const PAGE: usize = 4096;
+
+/// What goes wrong.
+#[derive(Clone, Debug)]
+pub struct Faults {
+    /// Bytes of memory that the device has.
+    pub memory_bytes: u64,
+    /// Allocations of at least this many bytes fail, whatever is free.
+    pub allocation_fails_at: Option<u64>,
+    /// One bit of this byte of the arena arrives flipped.
+    pub flipped_byte: Option<u64>,
+    /// Pinning fails once this many bytes are pinned.
+    pub pinned_limit: Option<u64>,
+    /// The device has no hash kernel.
+    pub cannot_hash: bool,
+    /// Copies that stay undone until someone waits for them, at most.
+    pub lag: usize,
+}
+
+impl Default for Faults {
+    fn default() -> Self {
+        Self {
+            memory_bytes: 1 << 40,
+            allocation_fails_at: None,
+            flipped_byte: None,
+            pinned_limit: None,
+            cannot_hash: false,
+            lag: 5,
+        }
+    }
+}
+
+/// The fake. Its copies and hashes are done in order by a thread of its own, as late as somebody lets it.
+#[derive(Debug)]
+pub struct FakeAccelerator {
+    faults: Faults,
+    ledger: Arc<Ledger>,
+    space: Arc<Mutex<AddressSpace>>,
+    pinned: Mutex<u64>,
+    work: Arc<Work>,
+    worker: Option<JoinHandle<()>>,
+}
+
+/// First-fit addresses, so that what is freed is used again at once, as real allocators do.
+#[derive(Debug, Default)]
+struct AddressSpace {
+    /// Size by start of what is allocated.
+    taken: BTreeMap<u64, u64>,
+}
+
+impl AddressSpace {
+    fn take(&mut self, bytes: u64, capacity: u64) -> Option<u64> {
+        let mut at = 256;
+        for (&start, &size) in &self.taken {
+            if start - at >= bytes {
+                break;
+            }
+            at = (start + size).next_multiple_of(256);
+        }
+        let fits = at.checked_add(bytes).is_some_and(|end| end <= capacity.saturating_add(256));
+        fits.then(|| self.taken.insert(at, bytes.max(1)));
+        fits.then_some(at)
+    }
+
+    fn used(&self) -> u64 {
+        self.taken.values().sum()
+    }
+}
+
+type Job = Box<dyn FnOnce() + Send>;
+
+#[derive(Default)]
+struct Queue {
+    jobs: VecDeque<Job>,
+    submitted: u64,
+    completed: u64,
+    /// Jobs below this one are waited for.
+    demanded: u64,
+    closing: bool,
+}
+
+#[derive(Default)]
+struct Work {
+    queue: Mutex<Queue>,
+    changed: Condvar,
+}
+
+impl std::fmt::Debug for Work {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Work").finish_non_exhaustive()
+    }
+}
+
+impl Work {
+    fn lock(&self) -> MutexGuard<'_, Queue> {
+        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn submit(&self, job: Job) -> u64 {
+        let mut queue = self.lock();
+        queue.jobs.push_back(job);
+        queue.submitted += 1;
+        self.changed.notify_all();
+        queue.submitted
+    }
+
+    fn wait(&self, number: u64) {
+        let mut queue = self.lock();
+        queue.demanded = queue.demanded.max(number);
+        self.changed.notify_all();
+        while queue.completed < number {
+            queue = self.changed.wait(queue).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    fn run(&self, lag: usize) {
+        let mut queue = self.lock();
+        loop {
+            let due = queue.jobs.len() > lag || queue.demanded > queue.completed || queue.closing;
+            match if due { queue.jobs.pop_front() } else { None } {
+                Some(job) => {
+                    drop(queue);
+                    job();
+                    queue = self.lock();
+                    queue.completed += 1;
+                    self.changed.notify_all();
+                }
+                None if queue.closing => return,
+                None => queue = self.changed.wait(queue).unwrap_or_else(PoisonError::into_inner),
+            }
+        }
+    }
+}
+
+impl FakeAccelerator {
+    /// A device that fails as told.
+    ///
+    /// # Panics
+    /// If there is no thread to be had.
+    pub fn new(faults: Faults) -> Self {
+        let work = Arc::new(Work::default());
+        let (shared, lag) = (Arc::clone(&work), faults.lag);
+        let worker = std::thread::Builder::new().name("fake-device".to_owned()).spawn(move || shared.run(lag));
+        let worker = Some(worker.expect("a test can start a thread"));
+        let (ledger, space) = (Arc::new(Ledger::default()), Arc::default());
+        Self { faults, ledger, space, pinned: Mutex::new(0), work, worker }
+    }
+
+    fn error(&self, reason: String) -> LoadError {
+        LoadError::Device { device: self.name(), reason }
+    }
+}
+
+impl Drop for FakeAccelerator {
+    fn drop(&mut self) {
+        self.work.lock().closing = true;
+        self.work.changed.notify_all();
+        if let Some(worker) = self.worker.take() {
+            // A panic of the worker has been reported by whoever waited for it.
+            let _ = worker.join();
+        }
+    }
+}
+
+/// The place of an allocation; given back when dropped.
+#[derive(Debug)]
+struct Place {
+    address: u64,
+    bytes: u64,
+    space: Arc<Mutex<AddressSpace>>,
+    ledger: Arc<Ledger>,
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        self.space.lock().unwrap_or_else(PoisonError::into_inner).taken.remove(&self.address);
+        self.ledger.freed(self.bytes);
+    }
+}
+
+/// Memory that is being filled.
+#[derive(Debug)]
+pub struct FakeMemory {
+    bytes: Arc<Mutex<Vec<u8>>>,
+    place: Place,
+}
+
+/// A filled arena.
+#[derive(Debug)]
+pub struct FakeArena {
+    bytes: Vec<u8>,
+    place: Place,
+}
+
+impl FakeArena {
+    /// Address on the device. Freed addresses are given out again.
+    pub fn address(&self) -> u64 {
+        self.place.address
+    }
+}
+
+impl HostArena for FakeArena {
+    fn bytes(&self) -> &[u8] {
+        &self.bytes
+    }
+}
+
+/// A staging buffer.
+#[derive(Debug)]
+pub struct FakeBuffer {
+    bytes: Vec<u8>,
+    start: usize,
+    len: usize,
+}
+
+impl AsMut<[u8]> for FakeBuffer {
+    fn as_mut(&mut self) -> &mut [u8] {
+        &mut self.bytes[self.start..self.start + self.len]
+    }
+}
+
+/// Work of the fake's thread that leaves a value.
+#[derive(Debug)]
+pub struct FakePending<T> {
+    number: u64,
+    result: Arc<Mutex<Option<T>>>,
+}
+
+impl<T> FakePending<T> {
+    fn take(self, work: &Work) -> Option<T> {
+        work.wait(self.number);
+        self.result.lock().unwrap_or_else(PoisonError::into_inner).take()
+    }
+}
+
+impl Accelerator for FakeAccelerator {
+    type Memory = FakeMemory;
+    type Arena = FakeArena;
+    type Buffer = FakeBuffer;
+    type Copy = FakePending<FakeBuffer>;
+    type Hash = FakePending<Vec<Digest>>;
+
+    fn name(&self) -> String {
+        "fake:0".to_owned()
+    }
+
+    fn free_bytes(&self) -> Result<u64, LoadError> {
+        let used = self.space.lock().unwrap_or_else(PoisonError::into_inner).used();
+        Ok(self.faults.memory_bytes.saturating_sub(used))
+    }
+
+    fn allocate(&self, bytes: u64) -> Result<FakeMemory, LoadError> {
+        if self.faults.allocation_fails_at.is_some_and(|limit| bytes >= limit) {
+            return Err(self.error(format!("{bytes} bytes could not be allocated")));
+        }
+        let mut space = self.space.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(address) = space.take(bytes, self.faults.memory_bytes) else {
+            return Err(self.error(format!("{bytes} bytes could not be allocated")));
+        };
+        drop(space);
+        self.ledger.allocated(bytes);
+        let place = Place { address, bytes, space: Arc::clone(&self.space), ledger: Arc::clone(&self.ledger) };
+        // Never zero: what is not written shows.
+        Ok(FakeMemory { bytes: Arc::new(Mutex::new(vec![0xA5; bytes as usize])), place })
+    }
+
+    fn buffer(&self, bytes: usize, pinned: bool) -> Result<FakeBuffer, LoadError> {
+        if pinned {
+            let mut total = self.pinned.lock().unwrap_or_else(PoisonError::into_inner);
+            if self.faults.pinned_limit.is_some_and(|limit| *total + bytes as u64 > limit) {
+                return Err(self.error(format!("{bytes} bytes could not be pinned")));
+            }
+            *total += bytes as u64;
+        }
+        self.ledger.staged(bytes as u64, pinned);
+        let memory = vec![0x5A; bytes + PAGE];
+        let start = memory.as_ptr().align_offset(PAGE);
+        Ok(FakeBuffer { bytes: memory, start, len: bytes })
+    }
+
+    fn copy(
+        &self,
+        mut source: FakeBuffer,
+        len: usize,
+        to: &FakeMemory,
+        offset: u64,
+    ) -> Result<FakePending<FakeBuffer>, LoadError> {
+        let end = offset as usize + len;
+        if end > to.place.bytes as usize || len > source.len {
+            return Err(self.error(format!("a copy to {offset} to {end} of {} bytes", to.place.bytes)));
+        }
+        self.ledger.copied(len as u64);
+        let result = Arc::new(Mutex::new(None));
+        let (memory, done, flipped) = (Arc::clone(&to.bytes), Arc::clone(&result), self.faults.flipped_byte);
+        let number = self.work.submit(Box::new(move || {
+            let range = offset as usize..end;
+            let mut memory = memory.lock().unwrap_or_else(PoisonError::into_inner);
+            memory[range.clone()].copy_from_slice(&source.as_mut()[..len]);
+            if let Some(byte) = flipped.filter(|&b| range.contains(&(b as usize))) {
+                memory[byte as usize] ^= 0x10;
+            }
+            *done.lock().unwrap_or_else(PoisonError::into_inner) = Some(source);
+        }));
+        Ok(FakePending { number, result })
+    }
+
+    fn wait(&self, copy: FakePending<FakeBuffer>) -> Result<FakeBuffer, LoadError> {
+        self.ledger.waited();
+        copy.take(&self.work).ok_or_else(|| self.error("a copy was lost".to_owned()))
+    }
+
+    fn prepare_hash(&self, _: &FakeMemory) -> Result<(), LoadError> {
+        match self.faults.cannot_hash {
+            true => Err(self.error("no kernel for this device".to_owned())),
+            false => Ok(()),
+        }
+    }
+
+    fn hash(&self, memory: &FakeMemory, first: u64, count: u32) -> Result<FakePending<Vec<Digest>>, LoadError> {
+        self.ledger.hashed(u64::from(count));
+        let result = Arc::new(Mutex::new(None));
+        let (bytes, done) = (Arc::clone(&memory.bytes), Arc::clone(&result));
+        let number = self.work.submit(Box::new(move || {
+            let bytes = bytes.lock().unwrap_or_else(PoisonError::into_inner);
+            let total = bytes.len() as u64;
+            let digest = |leaf: u64| {
+                let start = leaf * LEAF_BYTES;
+                let segment = start / SEGMENT_BYTES * SEGMENT_BYTES;
+                let segment_bytes = SEGMENT_BYTES.min(total - segment);
+                leaf_digest(&bytes[start as usize..total.min(start + LEAF_BYTES) as usize], start - segment, segment_bytes)
+            };
+            let digests = (first..first + u64::from(count)).map(digest).collect();
+            *done.lock().unwrap_or_else(PoisonError::into_inner) = Some(digests);
+        }));
+        Ok(FakePending { number, result })
+    }
+
+    fn hashed(&self, hash: FakePending<Vec<Digest>>) -> Result<Vec<Digest>, LoadError> {
+        hash.take(&self.work).ok_or_else(|| self.error("a hash was lost".to_owned()))
+    }
+
+    fn seal(&self, memory: FakeMemory) -> Result<FakeArena, LoadError> {
+        let submitted = self.work.lock().submitted;
+        self.work.wait(submitted);
+        let FakeMemory { bytes, place } = memory;
+        let bytes = std::mem::take(&mut *bytes.lock().unwrap_or_else(PoisonError::into_inner));
+        Ok(FakeArena { bytes, place })
+    }
+
+    fn ledger(&self) -> &Arc<Ledger> {
+        &self.ledger
+    }
+}

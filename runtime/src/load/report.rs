@@ -1,0 +1,57 @@
+//! What a load did and where its time went.
+
+use super::{LedgerTotals, Verify};
+use crate::stats::Phase;
+use serde::Serialize;
+use std::time::{Duration, Instant};
+
+/// An arena and how it came to be.
+#[derive(Debug)]
+pub struct Resident<A> {
+    /// The memory.
+    pub arena: A,
+    /// How it was filled.
+    pub report: LoadReport,
+}
+
+/// One load of an image.
+#[derive(Clone, Debug, Serialize)]
+pub struct LoadReport {
+    /// Device as on the command line.
+    pub device: String,
+    /// How the bytes were read: `mmap`, `pread`, `direct`; `mapped` where the mapping is the arena.
+    pub io: &'static str,
+    /// Who checked them.
+    pub verify: Verify,
+    /// Stages in order.
+    pub phases: Vec<Phase>,
+    /// What the device's memory saw, where the device has memory of its own.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub ledger: Option<LedgerTotals>,
+    /// What to know.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub notes: Vec<String>,
+}
+
+impl LoadReport {
+    pub(super) fn new(device: String) -> Self {
+        Self { device, io: "mapped", verify: Verify::Off, phases: Vec::new(), ledger: None, notes: Vec::new() }
+    }
+
+    pub(super) fn phase<T>(&mut self, name: &'static str, stage: impl FnOnce() -> T) -> T {
+        let start = Instant::now();
+        let result = stage();
+        self.phases.push(Phase { name, seconds: start.elapsed().as_secs_f64(), bytes: None });
+        result
+    }
+
+    pub(super) fn uploaded(&mut self, time: Duration, bytes: u64) {
+        self.phases.push(Phase { name: "upload", seconds: time.as_secs_f64(), bytes: Some(bytes) });
+    }
+
+    /// Bytes a second of the upload, verification included.
+    pub fn upload_rate(&self) -> Option<f64> {
+        let phase = self.phases.iter().find(|p| p.name == "upload")?;
+        Some(phase.bytes? as f64 / phase.seconds)
+    }
+}

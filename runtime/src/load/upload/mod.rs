@@ -1,0 +1,238 @@
+//! One pass from the files of a bundle to the arena of a device, verified on arrival.
+//!
+//! Readers fill staging buffers and start copies, in whatever order they get done; once all copies of a group of chunks are
+//! submitted, the device hashes the group's leaves behind them while the next chunks arrive. Only the 32-byte chaining
+//! values come back, and are compared with the manifest's. Nothing is resident on the host but the ring.
+//!
+//!     files --(readers: pread | O_DIRECT | mapping)--> ring --(copy engine)--> arena --(hash kernel)--> values == manifest
+
+mod options;
+mod ring;
+mod source;
+
+pub use options::{IoMode, UploadOptions};
+pub use source::Source;
+
+use super::{Accelerator, LoadError, LoadReport, Resident, Verify};
+use ring::Ring;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Mutex, PoisonError};
+use std::time::Instant;
+use vt_bundle::Bundle;
+use vt_bundle::hash::{Digest, LEAF_BYTES, leaf_count, leaf_digest};
+use vt_bundle::manifest::Placement;
+
+/// Bytes that one launch hashes: enough blocks to keep up with any link, small enough that little remains at the end.
+const GROUP_BYTES: u64 = 32 << 20;
+
+/// Makes the image of `bundle` resident on `accelerator`.
+///
+/// # Errors
+/// [`LoadError`]; everything that had been allocated is freed.
+pub fn load_image<A: Accelerator>(
+    accelerator: &A,
+    bundle: &Bundle,
+    verify: Verify,
+    options: &UploadOptions,
+    progress: &(dyn Fn(u64) + Sync),
+) -> Result<Resident<A::Arena>, LoadError> {
+    let options = options.checked();
+    let mut report = LoadReport::new(accelerator.name());
+    let bytes = bundle.space(Placement::Image).size;
+    let leaves = match verify {
+        Verify::Off => None,
+        Verify::Device | Verify::Host => Some(report.phase("leaf-table", || bundle.leaves())?.image),
+    };
+    let source = report.phase("open-image", || Source::open(bundle, options.io, options.drop_cache))?;
+    report.notes.extend(source.note().map(str::to_owned));
+    let memory = report.phase("allocate", || {
+        let free = accelerator.free_bytes()?;
+        if bytes > free {
+            let advice = format!("the image does not fit into the free memory of {}", accelerator.name());
+            return Err(LoadError::DoesNotFit { needed: bytes, available: free, advice });
+        }
+        accelerator.allocate(bytes)
+    })?;
+    let mut verify = verify;
+    if verify == Verify::Device
+        && let Err(error) = report.phase("prepare-hash", || accelerator.prepare_hash(&memory))
+    {
+        report.notes.push(format!("{error}; the image is checked on the host"));
+        verify = Verify::Host;
+    }
+    report.io = source.mode().name();
+    report.verify = verify;
+    let upload = Upload {
+        accelerator,
+        bundle,
+        verify,
+        source: &source,
+        leaves: leaves.as_deref().unwrap_or(&[]),
+        memory: &memory,
+        chunk: options.chunk_bytes,
+        ring: Ring::new(accelerator, options.chunk_bytes as usize, options.depth),
+        next: AtomicU64::new(0),
+        groups: (0..bytes.div_ceil(group_bytes(options.chunk_bytes))).map(|_| AtomicU32::new(0)).collect(),
+        failure: Mutex::new(None),
+        progress,
+    };
+    let start = Instant::now();
+    let warning = upload.run(options.readers)?;
+    report.uploaded(start.elapsed(), bytes);
+    report.notes.extend(warning);
+    let arena = report.phase("seal", || accelerator.seal(memory))?;
+    report.ledger = Some(accelerator.ledger().totals());
+    Ok(Resident { arena, report })
+}
+
+/// Checks a resident image against the manifest once more, on the device.
+///
+/// # Errors
+/// [`vt_bundle::BundleError::Leaf`] for the first corrupt leaf.
+pub fn verify_resident<A: Accelerator>(
+    accelerator: &A,
+    bundle: &Bundle,
+    leaves: &[Digest],
+    memory: &A::Memory,
+) -> Result<(), LoadError> {
+    let bytes = bundle.space(Placement::Image).size;
+    accelerator.prepare_hash(memory)?;
+    let count = u32::try_from(leaf_count(bytes)).map_err(|_| LoadError::Device {
+        device: accelerator.name(),
+        reason: format!("an image of {bytes} bytes has too many leaves for one launch"),
+    })?;
+    let found = accelerator.hashed(accelerator.hash(memory, 0, count)?)?;
+    compare(bundle, leaves, 0, &found)
+}
+
+/// Bytes of a group: whole chunks.
+fn group_bytes(chunk: u64) -> u64 {
+    GROUP_BYTES.max(chunk)
+}
+
+fn compare(bundle: &Bundle, leaves: &[Digest], first: u64, found: &[Digest]) -> Result<(), LoadError> {
+    let expected = &leaves[first as usize..first as usize + found.len()];
+    match found.iter().zip(expected).position(|(found, expected)| found != expected) {
+        None => Ok(()),
+        Some(i) => Err(bundle.leaf_error(Placement::Image, first + i as u64, &found[i], &expected[i]).into()),
+    }
+}
+
+/// One upload, shared by its threads.
+struct Upload<'a, A: Accelerator> {
+    accelerator: &'a A,
+    bundle: &'a Bundle,
+    verify: Verify,
+    source: &'a Source,
+    leaves: &'a [Digest],
+    memory: &'a A::Memory,
+    chunk: u64,
+    ring: Ring<'a, A>,
+    /// Index of the next chunk that nobody reads yet.
+    next: AtomicU64,
+    /// Chunks of each group that have been submitted.
+    groups: Vec<AtomicU32>,
+    failure: Mutex<Option<LoadError>>,
+    progress: &'a (dyn Fn(u64) + Sync),
+}
+
+impl<A: Accelerator> Upload<'_, A> {
+    fn run(self, readers: usize) -> Result<Option<String>, LoadError> {
+        let (sender, receiver) = channel();
+        std::thread::scope(|scope| {
+            for _ in 0..readers.min(self.chunks().max(1) as usize) {
+                let sender = sender.clone();
+                let upload = &self;
+                scope.spawn(move || {
+                    if let Err(error) = upload.read(&sender) {
+                        upload.fail(error);
+                    }
+                });
+            }
+            drop(sender);
+            self.check(&receiver);
+        });
+        let failure = self.failure.into_inner().unwrap_or_else(PoisonError::into_inner);
+        let finished = self.ring.finish();
+        match failure {
+            Some(error) => Err(error),
+            None => finished,
+        }
+    }
+
+    fn chunks(&self) -> u64 {
+        self.source.len().div_ceil(self.chunk)
+    }
+
+    /// What one reader does until no chunk is left.
+    fn read(&self, hashes: &Sender<(u64, A::Hash)>) -> Result<(), LoadError> {
+        // The buffer comes first, so that whoever has taken a chunk can go on.
+        while let Some(mut buffer) = self.ring.acquire()? {
+            let index = self.next.fetch_add(1, Ordering::Relaxed);
+            if index >= self.chunks() {
+                self.ring.idle(buffer);
+                return Ok(());
+            }
+            let offset = index * self.chunk;
+            let len = self.chunk.min(self.source.len() - offset);
+            self.fill(&mut buffer, offset, len)?;
+            self.ring.busy(self.accelerator.copy(buffer, len as usize, self.memory, offset)?);
+            (self.progress)(len);
+            if self.verify == Verify::Device {
+                self.submitted(offset, hashes)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Fills a buffer and, where the host checks, checks it.
+    fn fill(&self, buffer: &mut A::Buffer, offset: u64, len: u64) -> Result<(), LoadError> {
+        let room = buffer.as_mut();
+        self.source.read(offset, len as usize, room)?;
+        if self.verify == Verify::Host {
+            let first = offset / LEAF_BYTES;
+            let segment_bytes = self.bundle.segment_bytes(Placement::Image, first);
+            for (i, leaf) in room[..len as usize].chunks(LEAF_BYTES as usize).enumerate() {
+                let at = offset % vt_bundle::hash::SEGMENT_BYTES + i as u64 * LEAF_BYTES;
+                let found = leaf_digest(leaf, at, segment_bytes);
+                compare(self.bundle, self.leaves, first + i as u64, &[found])?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Counts a chunk of its group, and starts the group's hash with the last one.
+    fn submitted(&self, offset: u64, hashes: &Sender<(u64, A::Hash)>) -> Result<(), LoadError> {
+        let group_bytes = group_bytes(self.chunk);
+        let group = offset / group_bytes;
+        let start = group * group_bytes;
+        let len = group_bytes.min(self.source.len() - start);
+        let chunks = len.div_ceil(self.chunk);
+        let before = self.groups[group as usize].fetch_add(1, Ordering::AcqRel);
+        if u64::from(before) + 1 == chunks {
+            let first = start / LEAF_BYTES;
+            // A group has a segment's leaves at most.
+            let hash = self.accelerator.hash(self.memory, first, leaf_count(len) as u32)?;
+            // Where nobody listens any more the load has failed already.
+            let _ = hashes.send((first, hash));
+        }
+        Ok(())
+    }
+
+    /// Compares values as they come back.
+    fn check(&self, hashes: &Receiver<(u64, A::Hash)>) {
+        for (first, hash) in hashes {
+            let found = self.accelerator.hashed(hash);
+            let checked = found.and_then(|found| compare(self.bundle, self.leaves, first, &found));
+            if let Err(error) = checked {
+                self.fail(error);
+            }
+        }
+    }
+
+    fn fail(&self, error: LoadError) {
+        self.failure.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
+        self.ring.close();
+    }
+}

@@ -1,0 +1,63 @@
+//! How an upload is done.
+
+use serde::Serialize;
+use vt_bundle::hash::{LEAF_BYTES, SEGMENT_BYTES};
+
+/// How the bytes of a bundle's files reach the staging buffers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum IoMode {
+    /// [`IoMode::Pread`] where most of the image is in the page cache, else [`IoMode::Direct`].
+    Auto,
+    /// Copied out of a mapping, whose pages are given back behind the copy.
+    Mmap,
+    /// Read into the buffer through the page cache.
+    Pread,
+    /// Read into the buffer past the page cache (`O_DIRECT`).
+    Direct,
+}
+
+impl IoMode {
+    /// Name as on the command line.
+    pub fn name(self) -> &'static str {
+        match self {
+            IoMode::Auto => "auto",
+            IoMode::Mmap => "mmap",
+            IoMode::Pread => "pread",
+            IoMode::Direct => "direct",
+        }
+    }
+}
+
+/// Sizes and ways of an upload. The defaults are the fastest measured on an H200 behind PCIe 5: the ring must stay within
+/// the last-level cache, so that the copy engine reads what the readers wrote from there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct UploadOptions {
+    /// Bytes of a staging buffer and of a copy: a power of two, at least a leaf and at most a segment.
+    pub chunk_bytes: u64,
+    /// Staging buffers.
+    pub depth: usize,
+    /// Threads that read.
+    pub readers: usize,
+    /// Where the bytes come from.
+    pub io: IoMode,
+    /// Drop pages from the page cache once they are read.
+    pub drop_cache: bool,
+}
+
+impl Default for UploadOptions {
+    fn default() -> Self {
+        Self { chunk_bytes: 4 << 20, depth: 16, readers: 8, io: IoMode::Auto, drop_cache: false }
+    }
+}
+
+impl UploadOptions {
+    /// The nearest options that work: chunks of whole leaves that divide a segment, at least two buffers and one reader.
+    pub fn checked(mut self) -> Self {
+        let chunk = self.chunk_bytes.clamp(LEAF_BYTES, SEGMENT_BYTES);
+        self.chunk_bytes = if chunk.is_power_of_two() { chunk } else { chunk.next_power_of_two() / 2 };
+        self.depth = self.depth.clamp(2, 4096);
+        self.readers = self.readers.clamp(1, 256);
+        self
+    }
+}
