@@ -15,8 +15,9 @@ use std::collections::BTreeSet;
 use std::fmt;
 use std::sync::Arc;
 
-/// White space between the parts of JSON. Without a bound, small models write it for ever.
-const JSON_WHITESPACE: &str = r"[ \t\n\r]{0,32}";
+/// White space between the parts of JSON: a space, or a line's end with what indents the next line. Without
+/// a bound, small models write it for ever.
+const JSON_WHITESPACE: &str = r"( |\n {0,24}|\n\t{0,8})?";
 
 /// What the output must follow.
 #[derive(Debug, Clone, PartialEq)]
