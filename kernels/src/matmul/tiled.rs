@@ -53,7 +53,7 @@ pub(super) fn matmul(
         _ => Input::Float(x),
     };
     let nibbles = matches!(weight.matrix.spec.codes, [CodePlane { bits: 4, shift: 0, .. }]);
-    if let (1, true, Input::Integer(x)) = (m, nibbles, input) {
+    if let (1, true, Input::Integer(x)) = (m, nibbles && simd::has_direct(isa), input) {
         cx.pool().columns(out, stride, TILE_N, |block| {
             Pass::new(isa, weight, recipe, input, block.columns(), TOGETHER).run_row(x, block);
         });

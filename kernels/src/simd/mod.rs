@@ -199,6 +199,11 @@ pub(crate) fn dot_integer(
     dispatch!(isa, dot_integer(panel, scales, strip, x, rows, acc))
 }
 
+/// Whether [`dot_direct`] is worth its while.
+pub(crate) fn has_direct(isa: Isa) -> bool {
+    isa != Isa::Avx2
+}
+
 /// [`dot_integer`] of one row of activations with 4-bit tiles as they are, each quad of a column by itself: a row alone
 /// does not repay the work of bringing the quads together.
 #[allow(clippy::too_many_arguments)]

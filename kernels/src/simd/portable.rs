@@ -40,6 +40,7 @@ pub(super) fn unpack_q8(tile: &[u8], out: &mut [[[u8; 4]; TILE_N]; TILE_QUADS]) 
 }
 
 /// Planes of 1, 2 or 4 bits that hold the high bits of a code, and low planes of 2 bits.
+#[inline(always)]
 pub(super) fn unpack_bits(bits: u32, shift: u32, tile: &[u8], out: &mut [[[u8; 4]; TILE_N]; TILE_QUADS]) {
     let (mask, bits) = ((1u32 << bits) - 1, bits as usize);
     for (q, positions) in out.iter_mut().enumerate() {
@@ -70,6 +71,7 @@ pub(super) fn grouped_f16(bytes: &[u8], out: &mut [f32; TILE_N]) {
     }
 }
 
+#[inline(always)]
 pub(super) fn grouped_bytes(bytes: &[u8], out: &mut [u8; TILE_N]) {
     for (value, c) in out.iter_mut().zip(PANEL_COLUMN) {
         *value = bytes[ScaleOrder::GroupedInterleaved.position(c)];
@@ -94,6 +96,7 @@ pub(super) fn expand_integer(panel: &CodePanel, scales: &Scales, out: &mut Float
     }
 }
 
+#[inline(always)]
 pub(super) fn expand_e4m3(panel: &CodePanel, scales: &Scales, out: &mut FloatPanel) {
     for (k, weights) in out.0.iter_mut().enumerate() {
         let half = if scales.halves { k / TILE_K } else { 0 };
@@ -185,12 +188,14 @@ fn segments(scales: &Scales, strip: Strip) -> impl Iterator<Item = Range<usize>>
     (0..strip.tiles).step_by(each).map(move |start| start..(start + each).min(strip.tiles))
 }
 
+#[inline(always)]
 pub(super) fn store(acc: &Acc, out: &mut [f32; TILE_N]) {
     for (value, c) in acc.0.iter().zip(PANEL_COLUMN) {
         out[c] = *value;
     }
 }
 
+#[inline(always)]
 pub(super) fn quantise_row(x: &[f32], codes: &mut [i8], scales: &mut [f32], sums: &mut [i32]) {
     debug_assert_eq!(STRIP_QUADS * 4, STRIP_K);
     for (block, scale) in scales.iter_mut().enumerate() {
