@@ -28,4 +28,4 @@ pub mod weight;
 pub use context::{Context, Isa};
 pub use matmul::{ACTIVATION_BLOCK, Activations, MatmulScratch, matmul};
 pub use pool::Pool;
-pub use weight::{FloatType, RowsWeight, TiledWeight, Weight, WeightError};
+pub use weight::{FloatType, RawWeight, RowsWeight, TiledWeight, Weight, WeightError};

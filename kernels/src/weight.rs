@@ -5,6 +5,7 @@
 //! [`PartRows::start`](vt_bundle::layout::PartRows)) and N of a row-major one.
 
 use half::{bf16, f16};
+use vt_bundle::codec::ggml::raw::RawFormat;
 use vt_bundle::encoding::{MAX_SCALE_PLANES, MatrixRow, ScalePlane, Span};
 use vt_bundle::layout::{PlaneKind, TiledMatrix};
 use vt_bundle::tile::{TILE_K, TILE_N};
@@ -50,6 +51,20 @@ pub enum WeightError {
         n: usize,
         /// In-features.
         k: usize,
+        /// Bytes given.
+        found: usize,
+    },
+    /// Raw ggml blocks whose bytes are not N rows of whole blocks.
+    #[error("{decode}: {n} x {k} in blocks of {weights} weights has {found} bytes")]
+    RawLength {
+        /// Decode name.
+        decode: &'static str,
+        /// Out-features.
+        n: usize,
+        /// In-features.
+        k: usize,
+        /// Weights per block.
+        weights: usize,
         /// Bytes given.
         found: usize,
     },
@@ -116,6 +131,8 @@ pub enum Weight<'a> {
     Tiled(TiledWeight<'a>),
     /// Rows of floats, one out-feature after the other.
     Rows(RowsWeight<'a>),
+    /// Rows of ggml blocks as they are in the source file.
+    Raw(RawWeight<'a>),
 }
 
 impl Weight<'_> {
@@ -124,6 +141,7 @@ impl Weight<'_> {
         match self {
             Weight::Tiled(w) => w.matrix.k as usize,
             Weight::Rows(w) => w.k,
+            Weight::Raw(w) => w.k,
         }
     }
 
@@ -132,6 +150,7 @@ impl Weight<'_> {
         match self {
             Weight::Tiled(w) => w.matrix.padded_n() as usize,
             Weight::Rows(w) => w.n,
+            Weight::Raw(w) => w.n,
         }
     }
 
@@ -139,7 +158,7 @@ impl Weight<'_> {
     pub fn takes_int8(&self) -> bool {
         match self {
             Weight::Tiled(w) => w.recipe.as_ref().is_some_and(|r| matches!(r.codes, Codes::Integer { .. })),
-            Weight::Rows(_) => false,
+            Weight::Rows(_) | Weight::Raw(_) => false,
         }
     }
 
@@ -150,6 +169,7 @@ impl Weight<'_> {
                 w.codes.iter().map(|p| p.data.len()).sum::<usize>() + w.scales.iter().map(|p| p.len()).sum::<usize>()
             }
             Weight::Rows(w) => w.data.len(),
+            Weight::Raw(w) => w.data.len(),
         }
     }
 
@@ -164,6 +184,7 @@ impl Weight<'_> {
         match self {
             Weight::Tiled(w) => w.decode_row(row, out),
             Weight::Rows(w) => w.dtype.widen(w.row(row), out),
+            Weight::Raw(w) => w.format.decode(w.row(row), out),
         }
     }
 }
@@ -196,6 +217,36 @@ impl<'a> RowsWeight<'a> {
     /// Bytes of one row.
     pub(crate) fn row(&self, row: usize) -> &'a [u8] {
         let bytes = self.k * self.dtype.bytes();
+        &self.data[row * bytes..(row + 1) * bytes]
+    }
+}
+
+/// A matrix of raw ggml blocks, `[N, K]` row-major: the types that have no tile layout.
+#[derive(Clone, Copy, Debug)]
+pub struct RawWeight<'a> {
+    pub(crate) format: &'static RawFormat,
+    pub(crate) n: usize,
+    pub(crate) k: usize,
+    data: &'a [u8],
+}
+
+impl<'a> RawWeight<'a> {
+    /// A view of `data` as `[n, k]`.
+    ///
+    /// # Errors
+    /// [`WeightError::RawLength`] where rows are not whole blocks or the length is another.
+    pub fn new(format: &'static RawFormat, n: usize, k: usize, data: &'a [u8]) -> Result<Self, WeightError> {
+        let bytes = (k / format.weights).checked_mul(format.bytes).and_then(|row| row.checked_mul(n));
+        if k == 0 || !k.is_multiple_of(format.weights) || bytes != Some(data.len()) {
+            let (decode, weights) = (format.decode_name, format.weights);
+            return Err(WeightError::RawLength { decode, n, k, weights, found: data.len() });
+        }
+        Ok(Self { format, n, k, data })
+    }
+
+    /// The blocks of one row.
+    pub(crate) fn row(&self, row: usize) -> &'a [u8] {
+        let bytes = self.k / self.format.weights * self.format.bytes;
         &self.data[row * bytes..(row + 1) * bytes]
     }
 }

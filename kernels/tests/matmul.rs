@@ -5,9 +5,12 @@
 mod common;
 
 use common::{Random, RandomMatrix, assert_close};
+use vt_bundle::codec::ggml::raw;
 use vt_bundle::encoding::{self, EncodingSpec, Span};
+use vt_bundle::layout::TiledMatrix;
 use vt_kernels::{
-    ACTIVATION_BLOCK, Activations, Context, FloatType, Isa, MatmulScratch, RowsWeight, Weight, matmul, reference,
+    ACTIVATION_BLOCK, Activations, Context, FloatType, Isa, MatmulScratch, RawWeight, RowsWeight, TiledWeight, Weight,
+    WeightError, matmul, reference,
 };
 
 /// An encoding under test.
@@ -192,6 +195,40 @@ fn rows_of_floats() {
             check(&format!("{dtype:?}"), &weight, &one(n), m, false, &mut random);
         }
     }
+}
+
+#[test]
+fn raw_blocks_of_every_type() {
+    let mut random = Random(6);
+    for format in raw::FORMATS {
+        for (n, blocks, m) in [(1, 1, 1), (37, 3, 1), (20, 2, 7)] {
+            let k = blocks * format.weights;
+            let scale = half::f16::from_f32(0.02).to_le_bytes();
+            // Random bits would give scales that are not finite: bytes below 64 are finite as halves of an f16.
+            let mut data: Vec<u8> = (0..n * blocks * format.bytes).map(|_| random.below(0x40) as u8).collect();
+            data.chunks_exact_mut(format.bytes).for_each(|block| block[..2].copy_from_slice(&scale));
+            let weight = Weight::Raw(RawWeight::new(format, n, k, &data).unwrap());
+            check(format.name, &weight, &one(n), m, false, &mut random);
+        }
+        assert!(RawWeight::new(format, 1, format.weights / 2, &[]).is_err());
+        assert!(RawWeight::new(format, usize::MAX, format.weights, &[]).is_err());
+    }
+}
+
+#[test]
+fn planes_that_do_not_fit_are_refused() {
+    let mut random = Random(7);
+    let spec = encoding::find("q4_1.ggml@1").unwrap();
+    let matrix = TiledMatrix::new(spec, 64, &[64], 32, [0, 0]).unwrap();
+    let (codes, scales) = ([0u8; 2048], [0u8; 256]);
+    assert!(TiledWeight::new(&matrix, &[&codes, &scales, &scales]).is_ok());
+    let error = TiledWeight::new(&matrix, &[&codes, &scales]).unwrap_err();
+    assert!(matches!(error, WeightError::Planes { found: 2, expected: 3, .. }), "{error}");
+    let error = TiledWeight::new(&matrix, &[&codes[1..], &scales, &scales]).unwrap_err();
+    assert!(matches!(error, WeightError::PlaneLength { plane: "q4", found: 2047, .. }), "{error}");
+    let error = RowsWeight::new(FloatType::F32, 2, random.below(5) + 3, &[0; 16]).unwrap_err();
+    assert!(matches!(error, WeightError::RowsLength { found: 16, .. }), "{error}");
+    assert!(RowsWeight::new(FloatType::F32, usize::MAX, 2, &[]).is_err());
 }
 
 #[test]

@@ -9,6 +9,7 @@ pub use crate::quantise::ACTIVATION_BLOCK;
 use crate::quantise::Quantised;
 use crate::weight::Weight;
 
+mod raw;
 mod rows;
 mod tiled;
 
@@ -55,6 +56,7 @@ pub fn matmul(
     }
     match weight {
         Weight::Rows(w) => rows::matmul(cx, w, x, out),
+        Weight::Raw(w) => raw::matmul(cx, w, x, out),
         Weight::Tiled(w) => tiled::matmul(cx, w, x, m, activations, &mut scratch.quantised, out),
     }
 }

@@ -24,6 +24,11 @@ macro_rules! instances {
         }
 
         $(#[$attribute])*
+        pub(super) fn dot(x: &[f32], y: &[f32]) -> f32 {
+            $crate::simd::generic::dot::<$fma>(x, y)
+        }
+
+        $(#[$attribute])*
         pub(super) fn rms_norm(x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
             $crate::simd::generic::rms_norm::<$fma>(x, weight, eps, out);
         }

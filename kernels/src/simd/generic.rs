@@ -85,6 +85,21 @@ fn sum_of<const FMA: bool>(values: &[f32], term: impl Fn(f32, f32) -> f32) -> f3
 }
 
 #[inline(always)]
+pub(crate) fn dot<const FMA: bool>(x: &[f32], y: &[f32]) -> f32 {
+    let mut sums = [0.0f32; 64];
+    let ((x, x_rest), (y, y_rest)) = (x.as_chunks::<64>(), y.as_chunks::<64>());
+    for (x, y) in x.iter().zip(y) {
+        for i in 0..64 {
+            sums[i] = madd::<FMA>(x[i], y[i], sums[i]);
+        }
+    }
+    for (i, (x, y)) in x_rest.iter().zip(y_rest).enumerate() {
+        sums[i] = madd::<FMA>(*x, *y, sums[i]);
+    }
+    sums.iter().sum()
+}
+
+#[inline(always)]
 pub(crate) fn rms_norm<const FMA: bool>(x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
     let squares = sum_of::<FMA>(x, |v, sum| madd::<FMA>(v, v, sum));
     let factor = 1.0 / (squares / x.len() as f32 + eps).sqrt();

@@ -280,6 +280,12 @@ pub(crate) fn scale(isa: Isa, values: &mut [f32], factor: f32) {
     dispatch!(isa, scale(values, factor))
 }
 
+/// The sum of products of two vectors of one length.
+pub(crate) fn dot(isa: Isa, x: &[f32], y: &[f32]) -> f32 {
+    debug_assert_eq!(x.len(), y.len());
+    dispatch!(isa, dot(x, y))
+}
+
 /// `out = x / sqrt(mean(x^2) + eps) * weight`.
 pub(crate) fn rms_norm(isa: Isa, x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
     dispatch!(isa, rms_norm(x, weight, eps, out))
