@@ -41,3 +41,15 @@ pub fn smollm2() -> Option<PathBuf> {
     eprintln!("SKIPPED: {} does not exist; ./quickstart.sh downloads it", path.display());
     None
 }
+
+/// Makes a sharded Qwen3-MoE in NVFP4 of about `gib` GiB in `dir`, with small experts.
+///
+/// # Panics
+/// If python3 is not there or the program fails.
+pub fn make_moe(dir: &Path, gib: f64) {
+    let program = repository().join("fixtures/make_moe.py");
+    let mut command = Command::new("python3");
+    command.arg(program).arg(dir).arg(gib.to_string());
+    command.args(["--experts", "16", "--hidden", "512", "--inner", "256", "--shard-gib", &(gib / 2.5).to_string()]);
+    assert!(command.status().expect("python3 is installed").success(), "make_moe.py failed");
+}
