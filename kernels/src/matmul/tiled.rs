@@ -10,7 +10,7 @@ use crate::matmul::Activations;
 use crate::pool::ColumnBlock;
 use crate::quantise::Quantised;
 use crate::recipe::{Codes, Recipe, STRIP_K, StripPlace};
-use crate::simd::{self, Acc, ActivationRows, CodePanel, DirectAcc, FloatPanel, Scales, Strip, TILE_QUADS};
+use crate::simd::{self, Acc, ActivationRows, CodePanel, DIRECT_M, DirectAcc, FloatPanel, Scales, Strip, TILE_QUADS};
 use crate::weight::{StripScratch, TiledWeight};
 
 /// Rows of activations that share one pass over a tile column: their accumulators (16 KiB) stay in the L1 cache.
@@ -53,9 +53,9 @@ pub(super) fn matmul(
         _ => Input::Float(x),
     };
     let nibbles = matches!(weight.matrix.spec.codes, [CodePlane { bits: 4, shift: 0, .. }]);
-    if let (1, true, Input::Integer(x)) = (m, nibbles && simd::has_direct(isa), input) {
+    if let (1..=DIRECT_M, true, Input::Integer(x)) = (m, nibbles && simd::has_direct(isa), input) {
         cx.pool().columns(out, stride, TILE_N, |block| {
-            Pass::new(isa, weight, recipe, input, block.columns(), TOGETHER).run_row(x, block);
+            Pass::new(isa, weight, recipe, input, block.columns(), TOGETHER).run_direct(x, block);
         });
     } else if m <= FEW_M {
         cx.pool().columns(out, stride, TILE_N, |block| {
@@ -160,30 +160,35 @@ impl<'p, 'w> Pass<'p, 'w> {
         }
     }
 
-    /// [`Pass::run`] for one row of activations and codes of one 4-bit plane.
-    fn run_row(&self, x: ActivationRows<'_>, block: &mut ColumnBlock<'_>) {
+    /// [`Pass::run`] for one or two rows of activations and codes of one 4-bit plane.
+    fn run_direct(&self, x: ActivationRows<'_>, block: &mut ColumnBlock<'_>) {
         let (scales, table) = self.scales();
         let mut scales = [scales; TOGETHER];
-        let mut acc = [DirectAcc::ZERO; TOGETHER];
+        let m = block.rows().len();
+        let mut acc = [DirectAcc::ZERO; TOGETHER * DIRECT_M];
         (0..TOGETHER).for_each(|number| self.fetch(number));
         let mut number = 0;
         for first in self.columns.clone().step_by(TOGETHER) {
             let group = first..(first + TOGETHER).min(self.columns.end);
-            acc[..group.len()].fill(DirectAcc::ZERO);
+            acc[..m * group.len()].fill(DirectAcc::ZERO);
             for index in 0..self.strips() {
                 let strip = Strip { index, tiles: (self.tiles_k - 2 * index).min(2) };
-                for ((tile_n, acc), scales) in group.clone().zip(&mut acc).zip(&mut scales) {
+                for ((tile_n, acc), scales) in group.clone().zip(acc.chunks_exact_mut(m)).zip(&mut scales) {
                     self.fetch(number + TOGETHER);
                     number += 1;
                     self.scale(index, tile_n, scales);
                     // An odd number of tiles: the second is not used.
                     let second = 2 * index + strip.tiles - 1;
                     let tiles = [2 * index, second].map(|tile_k| self.weight.tile(0, tile_k, tile_n));
-                    simd::dot_direct(self.isa, tiles, table, scales, strip, &x, 0, acc);
+                    simd::dot_direct(self.isa, tiles, table, scales, strip, &x, acc);
                 }
             }
-            for (tile_n, direct) in group.zip(&acc) {
-                store(self.isa, &[simd::gather_direct(self.isa, direct)], tile_n, block);
+            for (tile_n, direct) in group.zip(acc.chunks_exact(m)) {
+                let mut gathered = [Acc([0.0; TILE_N]); DIRECT_M];
+                for (acc, direct) in gathered.iter_mut().zip(direct) {
+                    *acc = simd::gather_direct(self.isa, direct);
+                }
+                store(self.isa, &gathered[..m], tile_n, block);
             }
         }
     }

@@ -237,17 +237,15 @@ fn dot_rows_integer<const R: usize>(
 }
 
 #[target_feature(enable = "avx2,fma,f16c")]
-#[allow(clippy::too_many_arguments)]
 pub(super) fn dot_direct(
     tiles: [&[u8]; 2],
     table: Option<&[u8; 16]>,
     scales: &Scales,
     strip: Strip,
     x: &ActivationRows<'_>,
-    row: usize,
-    acc: &mut DirectAcc,
+    acc: &mut [DirectAcc],
 ) {
-    portable::dot_direct(tiles, table, scales, strip, x, row, acc)
+    portable::dot_direct(tiles, table, scales, strip, x, acc)
 }
 
 #[target_feature(enable = "avx2,fma,f16c")]

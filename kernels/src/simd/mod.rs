@@ -204,8 +204,11 @@ pub(crate) fn has_direct(isa: Isa) -> bool {
     isa != Isa::Avx2
 }
 
-/// [`dot_integer`] of one row of activations with 4-bit tiles as they are, each quad of a column by itself: a row alone
-/// does not repay the work of bringing the quads together.
+/// Most rows that [`dot_direct`] takes.
+pub(crate) const DIRECT_M: usize = 2;
+
+/// [`dot_integer`] of one or two rows of activations with 4-bit tiles as they are, each quad of a column by itself: so
+/// few do not repay the work of bringing the quads together. `acc` has one element per row.
 #[allow(clippy::too_many_arguments)]
 pub(crate) fn dot_direct(
     isa: Isa,
@@ -214,10 +217,9 @@ pub(crate) fn dot_direct(
     scales: &Scales,
     strip: Strip,
     x: &ActivationRows<'_>,
-    row: usize,
-    acc: &mut DirectAcc,
+    acc: &mut [DirectAcc],
 ) {
-    dispatch!(isa, dot_direct(tiles, table, scales, strip, x, row, acc))
+    dispatch!(isa, dot_direct(tiles, table, scales, strip, x, acc))
 }
 
 /// Brings the quads of [`dot_direct`] together.

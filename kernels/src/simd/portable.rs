@@ -6,9 +6,7 @@ use half::f16;
 use vt_bundle::float8::E4M3;
 use vt_bundle::tile::{ScaleOrder, TILE_K, TILE_N};
 
-use super::{
-    Acc, ActivationRows, CodePanel, DirectAcc, FloatPanel, ROWS_M, ROWS_N, STRIP_QUADS, Scales, Strip, TILE_QUADS,
-};
+use super::{Acc, ActivationRows, CodePanel, DirectAcc, FloatPanel, ROWS_M, ROWS_N, Scales, Strip, TILE_QUADS};
 use crate::fragment::{FRAGMENT_ROW, PANEL_COLUMN};
 use crate::quantise::{ACTIVATION_BLOCK, scale_of};
 use crate::recipe::STRIP_K;
@@ -115,19 +113,17 @@ pub(super) fn dot_integer(
     acc: &mut [Acc],
 ) {
     for (row, acc) in rows.zip(acc) {
-        for (half, part) in segments(scales, strip).enumerate() {
-            let k0 = strip.index * STRIP_K + part.start * TILE_K;
-            let (start, tiles) = (row * x.k + k0, part.len());
-            let codes = &x.codes[start..start + tiles * TILE_K];
-            let scale = x.scales[start / ACTIVATION_BLOCK];
-            let sum: i32 = x.sums[start / TILE_K..start / TILE_K + tiles].iter().sum();
+        for tile in 0..strip.tiles {
+            let start = row * x.k + strip.index * STRIP_K + tile * TILE_K;
+            let (scale, sum) = (x.scales[start / TILE_K], x.sums[start / TILE_K]);
+            let at = if scales.halves { tile } else { 0 };
             let mut dots = [-scales.zero * sum; TILE_N];
-            for (a, quad) in codes.as_chunks::<4>().0.iter().zip(&panel.0[part.start * TILE_QUADS..]) {
+            let codes = x.codes[start..start + TILE_K].as_chunks::<4>().0;
+            for (a, quad) in codes.iter().zip(&panel.0[tile * TILE_QUADS..]) {
                 for (dot, w) in dots.iter_mut().zip(quad) {
                     *dot += (0..4).map(|i| i32::from(w[i]) * i32::from(a[i])).sum::<i32>();
                 }
             }
-            let at = if scales.halves { half } else { 0 };
             for (p, value) in acc.0.iter_mut().enumerate() {
                 *value += dots[p] as f32 * (scales.d[at][p] * scale);
             }
@@ -145,16 +141,15 @@ pub(super) fn dot_direct(
     scales: &Scales,
     strip: Strip,
     x: &ActivationRows<'_>,
-    row: usize,
-    acc: &mut DirectAcc,
+    acc: &mut [DirectAcc],
 ) {
     let code = |nibble: u8| i32::from(table.map_or(nibble, |table| table[usize::from(nibble)]));
-    for (half, part) in segments(scales, strip).enumerate() {
-        let start = row * x.k + strip.index * STRIP_K + part.start * TILE_K;
-        let scale = x.scales[start / ACTIVATION_BLOCK];
-        let at = if scales.halves { half } else { 0 };
-        for (i, tile) in tiles[part.clone()].iter().enumerate() {
-            let quads = x.codes[start + i * TILE_K..start + (i + 1) * TILE_K].as_chunks::<4>().0;
+    for (row, acc) in acc.iter_mut().enumerate() {
+        for (i, tile) in tiles.iter().enumerate().take(strip.tiles) {
+            let start = row * x.k + strip.index * STRIP_K + i * TILE_K;
+            let scale = x.scales[start / TILE_K];
+            let at = if scales.halves { i } else { 0 };
+            let quads = x.codes[start..start + TILE_K].as_chunks::<4>().0;
             for (word, bytes) in tile.as_chunks::<4>().0.iter().enumerate() {
                 let (t, q, j) = (word / 16, word / 4 % 4, word % 4);
                 for h in 0..2 {
@@ -164,11 +159,10 @@ pub(super) fn dot_direct(
                     acc.words[h][t][q][j] += dot as f32 * (scales.d[at][32 * h + 4 * t + j] * scale);
                 }
             }
-        }
-        if scales.min {
-            let sum: i32 = x.sums[start / TILE_K..start / TILE_K + part.len()].iter().sum();
-            let sum = sum as f32 * scale;
-            acc.terms.iter_mut().zip(&scales.m[at]).for_each(|(value, m)| *value += m * sum);
+            if scales.min {
+                let sum = x.sums[start / TILE_K] as f32 * scale;
+                acc.terms.iter_mut().zip(&scales.m[at]).for_each(|(value, m)| *value += m * sum);
+            }
         }
     }
 }
@@ -182,12 +176,6 @@ pub(super) fn gather_direct(direct: &DirectAcc) -> Acc {
     acc
 }
 
-/// The tiles of a strip that share one scale of the weights and one of the activations.
-fn segments(scales: &Scales, strip: Strip) -> impl Iterator<Item = Range<usize>> {
-    let each = if scales.halves { 1 } else { ACTIVATION_BLOCK / TILE_K };
-    (0..strip.tiles).step_by(each).map(move |start| start..(start + each).min(strip.tiles))
-}
-
 #[inline(always)]
 pub(super) fn store(acc: &Acc, out: &mut [f32; TILE_N]) {
     for (value, c) in acc.0.iter().zip(PANEL_COLUMN) {
@@ -197,22 +185,18 @@ pub(super) fn store(acc: &Acc, out: &mut [f32; TILE_N]) {
 
 #[inline(always)]
 pub(super) fn quantise_row(x: &[f32], codes: &mut [i8], scales: &mut [f32], sums: &mut [i32]) {
-    debug_assert_eq!(STRIP_QUADS * 4, STRIP_K);
-    for (block, scale) in scales.iter_mut().enumerate() {
+    let codes = codes.as_chunks_mut::<ACTIVATION_BLOCK>().0;
+    for (block, ((codes, scale), sum)) in codes.iter_mut().zip(scales).zip(sums).enumerate() {
         let at = (block * ACTIVATION_BLOCK).min(x.len());
         let values = &x[at..(at + ACTIVATION_BLOCK).min(x.len())];
         let (d, inverse) = scale_of(absmax(values));
         *scale = d;
-        for tile in 0..ACTIVATION_BLOCK / TILE_K {
-            let tile_at = block * (ACTIVATION_BLOCK / TILE_K) + tile;
-            let mut sum = 0;
-            for (code, row) in codes[tile_at * TILE_K..(tile_at + 1) * TILE_K].iter_mut().zip(FRAGMENT_ROW) {
-                let value = values.get(tile * TILE_K + row).copied().unwrap_or(0.0);
-                // Within +-127 by construction of the scale; NaN becomes 0, its block's scale is NaN.
-                *code = (value * inverse).round_ties_even() as i8;
-                sum += i32::from(*code);
-            }
-            sums[tile_at] = sum;
+        *sum = 0;
+        for (code, row) in codes.iter_mut().zip(FRAGMENT_ROW) {
+            let value = values.get(row).copied().unwrap_or(0.0);
+            // Within +-127 by construction of the scale; NaN becomes 0, its block's scale is NaN.
+            *code = (value * inverse).round_ties_even() as i8;
+            *sum += i32::from(*code);
         }
     }
 }
