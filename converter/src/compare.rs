@@ -9,14 +9,14 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use rayon::prelude::*;
 use vt_bundle::manifest::{Part, Placement, Tensor};
 use vt_bundle::mmap::ContiguousMap;
 use vt_bundle::reader::{plane_bytes, tiled_view};
 use vt_bundle::row_order::RowOrder;
 use vt_bundle::{Bundle, BundleError, Geometry};
 
-use crate::catalog::{Entry, SourceDecoder, Storage};
+use crate::catalog::{Entry, Slice, SourceDecoder, Storage};
+use crate::convert::in_order;
 use crate::open::{self, Choices, OpenError};
 use crate::source::Checkpoint;
 
@@ -144,18 +144,24 @@ pub fn with_entries<'a>(
     if let Some(name) = entries.into_keys().min() {
         return Err(CompareError::NotInBundle { tensor: name.to_owned() });
     }
-    let results = work.par_iter().with_max_len(1).map(|(side, rows, left)| {
-        if stop() {
-            return Ok(None);
-        }
-        let values = side.compare(rows.clone(), checkpoint, decoder)?;
-        progress(side.plane_bytes(rows));
-        if left.fetch_sub(1, Ordering::AcqRel) == 1 {
-            side.give_back(checkpoint);
-        }
-        Ok(Some(values))
-    });
-    let counted: Option<Vec<u64>> = results.collect::<Result<_, CompareError>>()?;
+    // In order, so that few tensors are resident at a time.
+    let counted = in_order(
+        rayon::current_num_threads(),
+        work.len() as u64,
+        || (),
+        |(), index| {
+            let (side, rows, left) = &work[index as usize];
+            if stop() {
+                return Ok(None);
+            }
+            let values = side.compare(rows.clone(), checkpoint, decoder)?;
+            progress(side.plane_bytes(rows));
+            if left.fetch_sub(1, Ordering::AcqRel) == 1 {
+                side.give_back(checkpoint);
+            }
+            Ok::<_, CompareError>(Some(values))
+        },
+    )?;
     Ok(counted.map(|c| c.iter().sum()))
 }
 
@@ -239,6 +245,14 @@ impl Side<'_> {
                     if ours[at..at + row_bytes] != theirs[from..from + row_bytes] {
                         return Err(CompareError::Bytes { tensor: self.part.name.clone(), row });
                     }
+                }
+                if order == RowOrder::Same {
+                    // Rows are compared once: what lies behind is given back, however large the tensor is.
+                    let (row_bytes, len) = (row_bytes as u64, (rows.end - rows.start) * row_bytes as u64);
+                    let offset = self.tensor.plane_offset(&self.tensor.planes[0], self.expert);
+                    let at = offset + (self.part.row_start + rows.start) * row_bytes;
+                    self.space.release(at as usize, len as usize);
+                    checkpoint.give_back(&Slice { offset: data.offset + rows.start * row_bytes, len, ..*data });
                 }
                 Ok((rows.end - rows.start) * self.tensor.shape.iter().skip(1).product::<u64>())
             }

@@ -68,28 +68,25 @@ pub fn bytes(numbers: &mut Numbers, data: &mut Vec<u8>) {
 /// A few changes somewhere in a document.
 pub fn json(numbers: &mut Numbers, value: &mut Value) {
     for _ in 0..1 + numbers.below(3) {
-        let mut at = &mut *value;
-        // Goes down at random; leaves are what is changed most.
-        loop {
-            let len = match &*at {
-                Value::Array(list) => list.len(),
-                Value::Object(map) => map.len(),
-                _ => 0,
-            };
-            if len == 0 || numbers.below(12) == 0 {
-                break;
-            }
-            let index = numbers.below(len as u64) as usize;
-            at = match at {
-                Value::Array(list) => &mut list[index],
-                Value::Object(map) => match map.values_mut().nth(index) {
-                    Some(next) => next,
-                    None => break,
-                },
-                _ => break,
-            };
-        }
-        change(numbers, at);
+        descend(numbers, value);
+    }
+}
+
+/// Goes down at random; leaves are what is changed most.
+fn descend(numbers: &mut Numbers, at: &mut Value) {
+    let len = match &*at {
+        Value::Array(list) => list.len(),
+        Value::Object(map) => map.len(),
+        _ => 0,
+    };
+    if len == 0 || numbers.below(12) == 0 {
+        return change(numbers, at);
+    }
+    let index = numbers.below(len as u64) as usize;
+    match at {
+        Value::Array(list) => descend(numbers, &mut list[index]),
+        Value::Object(map) => map.values_mut().nth(index).into_iter().for_each(|next| descend(numbers, next)),
+        _ => {}
     }
 }
 

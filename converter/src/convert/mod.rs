@@ -30,6 +30,7 @@ use crate::source::{Checkpoint, SourceKind};
 
 pub use assets::bound as assets_bound;
 pub use check::ValueError;
+pub(crate) use ordered::in_order;
 pub use output::OutputError;
 
 /// What to convert and how.
