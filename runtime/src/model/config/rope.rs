@@ -101,7 +101,19 @@ fn one(
                 attention_factor: Some(yarn_attention_factor(&read, factor)?),
             }
         }
-        _ => return Err(read.unsupported(type_key, "default, linear, llama3 and yarn")),
+        // What GGUF files of no known scaling hold (`rope_freqs`): a divisor for every pair.
+        "frequency-factors" => {
+            let divisors = read.get("frequency_factors").and_then(Value::as_array).and_then(|list| {
+                let divisor = |v: &Value| v.as_f64().map(|d| d as f32).filter(|d| d.is_normal() && *d > 0.0);
+                list.iter().map(divisor).collect::<Option<Vec<f32>>>()
+            });
+            let half = rotary_dim / 2;
+            let divisors = divisors
+                .filter(|d| d.len() == half)
+                .ok_or_else(|| read.wrong("frequency_factors", &format!("{half} positive numbers")))?;
+            RopeScaling::Divisors { divisors, attention_factor: 1.0 }
+        }
+        _ => return Err(read.unsupported(type_key, "default, linear, llama3, yarn and frequency-factors")),
     };
     Ok(Rope { theta, rotary_dim, scaling })
 }

@@ -88,6 +88,7 @@ fn faults_name_the_key_or_the_architecture() {
         (json!({"tie_word_embeddings": 1}), "true or false"),
         (json!({"rope_parameters": {"rope_type": "longrope"}}), "\"rope_type\" is \"longrope\""),
         (json!({"rope_parameters": {"rope_type": "linear"}}), "\"factor\" is missing"),
+        (json!({"rope_parameters": {"rope_type": "frequency-factors", "frequency_factors": [1.0]}}), "frequency_factors"),
         (json!({"partial_rotary_factor": 1.5}), "partial_rotary_factor"),
         (json!({"layer_types": ["linear_attention", "full_attention"]}), "layer_types"),
         (json!({"layer_types": ["sliding_attention", "full_attention"]}), "sliding_window"),
@@ -112,6 +113,8 @@ fn scaled_frequencies() {
     };
     close(json!({"rope_type": "default"}), [1.0, 0.1, 0.01, 0.001]);
     close(json!({"rope_type": "linear", "factor": 4.0}), [0.25, 0.025, 0.0025, 0.00025]);
+    let divisors = json!({"rope_type": "frequency-factors", "frequency_factors": [1.0, 2.0, 4.0, 8.0]});
+    close(divisors, [1.0, 0.05, 0.0025, 0.000125]);
     let llama3 = json!({
         "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
         "original_max_position_embeddings": 128

@@ -76,10 +76,10 @@ pub(super) fn layer(
     let modules = [("q_proj", q), ("k_proj", kv), ("v_proj", kv)].map(|(m, n)| (format!("{at}.self_attn.{m}"), n));
     let mut qkv = resolver.projection(&modules, hidden, config.qkv_bias, Spacing::Padded)?;
     let output = (format!("{at}.self_attn.o_proj"), hidden);
-    let mut output = resolver.projection(&[output], q, config.output_bias, Spacing::Dense)?;
-    // With plain 8-bit activations most of the divergence from f32 comes from the scores, where an error moves weight from
-    // one position to another, and from `down_proj`, whose input has the longest tails. See BENCHMARKS.md for the effect.
-    (qkv.paired, output.paired) = (true, true);
+    let output = resolver.projection(&[output], q, config.output_bias, Spacing::Dense)?;
+    // Keys and values stay in the cache, where their errors reach every later token, and an error of a score moves weight
+    // from one position to another. What errors of the other projections do to a token that is only context is small.
+    qkv.paired = true;
     let head_norm = |resolver: &mut Resolver<'_>, name: &str| {
         let name = format!("{at}.self_attn.{name}.weight");
         config.qk_norm.then(|| resolver.vector(&name, config.head_dim)).transpose()
@@ -113,8 +113,7 @@ fn gated_mlp(
     bias: bool,
 ) -> Result<GatedMlp, GraphError> {
     let gate_up = resolver.projection(&[(gate, width), (up, width)], hidden, bias, Spacing::Padded)?;
-    let mut down = resolver.projection(&[(down, hidden)], width, bias, Spacing::Dense)?;
-    down.paired = true;
+    let down = resolver.projection(&[(down, hidden)], width, bias, Spacing::Dense)?;
     Ok(GatedMlp { gate_up, down })
 }
 

@@ -25,7 +25,8 @@ pub struct Projection {
     pub stride: usize,
     /// The only product is the output; otherwise columns are copied from products to the output.
     pub direct: bool,
-    /// Where activations are quantised, they are so as the sum of two 8-bit numbers; what that loses is negligible.
+    /// Where activations are quantised, those of every row are the sum of two 8-bit numbers; otherwise only those of rows
+    /// whose logits are wanted.
     pub paired: bool,
 }
 
