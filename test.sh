@@ -72,6 +72,13 @@ else
     cargo test --workspace --locked --no-fail-fast --quiet
 fi
 
+say "Mutated input for every parser, 30 s each"
+mkdir -p .build
+(cd .build && "$bin/vt-fuzz" all --seconds 30 2>fuzz.log) || {
+    cat .build/fuzz.log >&2
+    exit 1
+}
+
 if [ $python = yes ]; then
     say "The official OpenAI client"
     venv=.build/venv
