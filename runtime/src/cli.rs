@@ -20,14 +20,19 @@ pub struct Cli {
     #[arg(long, value_name = "HEX", env = "VT_EXPECT_ID")]
     pub expect_id: Option<String>,
 
+    #[allow(missing_docs, reason = "clap would take it for a heading")]
     #[command(flatten)]
     pub device: DeviceArgs,
+    #[allow(missing_docs, reason = "clap would take it for a heading")]
     #[command(flatten)]
     pub upload: UploadArgs,
+    #[allow(missing_docs, reason = "clap would take it for a heading")]
     #[command(flatten)]
     pub memory: MemoryArgs,
+    #[allow(missing_docs, reason = "clap would take it for a heading")]
     #[command(flatten)]
     pub prompt: PromptArgs,
+    #[allow(missing_docs, reason = "clap would take it for a heading")]
     #[command(flatten)]
     pub server: ServerArgs,
 
@@ -63,13 +68,16 @@ pub struct BenchLoad {
     /// Drop the files from the page cache before every load.
     #[arg(long, env = "VT_COLD")]
     pub cold: bool,
+    /// Leave out the disk's own rate, which takes long for a large bundle on a slow disk.
+    #[arg(long, env = "VT_SKIP_DIRECT")]
+    pub skip_direct: bool,
     /// Who checks the weights.
     #[arg(long, value_enum, env = "VT_VERIFY", default_value = "device")]
     pub verify: VerifyArg,
     /// Print JSON.
     #[arg(long, env = "VT_JSON")]
     pub json: bool,
-    #[allow(missing_docs)]
+    #[allow(missing_docs, reason = "clap would take it for a heading")]
     #[command(flatten)]
     pub upload: UploadArgs,
 }

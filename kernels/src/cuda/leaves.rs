@@ -87,8 +87,7 @@ impl LeafHasher {
         let event = Event::new(self.stream.context())?;
         let segment_leaves = segment_bytes / LEAF_BYTES;
         let data = memory.address();
-        // Page-locked memory has the same address on the device.
-        let values = table.start() as u64 + first * 32;
+        let values = table.device_address()? + first * 32;
         let mut arguments: [*mut c_void; 5] = [
             (&raw const data).cast_mut().cast(),
             (&raw const bytes).cast_mut().cast(),

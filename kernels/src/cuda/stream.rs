@@ -31,6 +31,10 @@ impl Event {
         unsafe { result::event::record(self.event, stream.stream) }.named("cuEventRecord")
     }
 
+    pub(super) fn bind(&self) -> Result<(), CudaError> {
+        self.context.bind()
+    }
+
     /// Waits on the host. At once where nothing was recorded.
     pub(super) fn wait(&self) -> Result<(), CudaError> {
         self.context.bind()?;

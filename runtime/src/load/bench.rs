@@ -50,6 +50,17 @@ pub struct BenchedLoad {
     pub of_direct: Option<f64>,
 }
 
+/// What to measure.
+#[derive(Clone, Copy, Debug)]
+pub struct BenchPlan {
+    /// Loads to make.
+    pub repeat: u32,
+    /// Drop the files from the page cache before every load.
+    pub cold: bool,
+    /// Measure the disk alone too.
+    pub direct: bool,
+}
+
 /// Measures.
 ///
 /// # Errors
@@ -59,17 +70,16 @@ pub fn run<A: Accelerator<Memory = M, Arena = M>, M: Send + Sync>(
     bundle: &Bundle,
     verify: Verify,
     options: &UploadOptions,
-    repeat: u32,
-    cold: bool,
+    plan: &BenchPlan,
 ) -> Result<LoadBench, LoadError> {
     let options = options.checked();
     let image_bytes = bundle.space(Placement::Image).size;
     let link_rate = link_rate(accelerator)?;
-    let direct_rate = direct_rate(accelerator, bundle, &options)?;
+    let direct_rate = if plan.direct { direct_rate(accelerator, bundle, &options)? } else { None };
     let mut loads = Vec::new();
     let mut hash_rate = None;
-    for _ in 0..repeat {
-        if cold {
+    for _ in 0..plan.repeat {
+        if plan.cold {
             drop_cache(bundle);
         }
         let start = Instant::now();

@@ -2,7 +2,7 @@
 
 use super::{Failure, print, to_json};
 use crate::cli::{BenchLoad, VerifyArg};
-use crate::load::bench::{self, LoadBench};
+use crate::load::bench::{self, BenchPlan, LoadBench};
 use crate::load::{CudaAccelerator, LoadError, Verify};
 use vt_bundle::Bundle;
 
@@ -18,6 +18,7 @@ pub fn bench_load(args: &BenchLoad) -> Result<(), Failure> {
         VerifyArg::Host => Verify::Host,
         VerifyArg::Off => Verify::Off,
     };
-    let result: LoadBench = bench::run(&accelerator, &bundle, verify, &args.upload.options(), args.repeat, args.cold)?;
+    let plan = BenchPlan { repeat: args.repeat, cold: args.cold, direct: !args.skip_direct };
+    let result: LoadBench = bench::run(&accelerator, &bundle, verify, &args.upload.options(), &plan)?;
     print(&if args.json { to_json(&result)? } else { result.table() })
 }

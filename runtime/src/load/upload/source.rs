@@ -166,15 +166,13 @@ fn read_direct(file: &File, at: u64, len: usize, room: &mut [u8]) -> io::Result<
     let whole = len.next_multiple_of(DIRECT_ALIGN).min(room.len());
     let mut done = 0;
     while done < len {
-        match file.read_at(&mut room[done..whole], at + done as u64) {
-            Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
-            Ok(n) => done += n,
+        // After a read that ended within a block, this block is read again.
+        let from = done / DIRECT_ALIGN * DIRECT_ALIGN;
+        match file.read_at(&mut room[from..whole], at + from as u64) {
+            Ok(n) if from + n > done => done = from + n,
+            Ok(_) => return Err(io::ErrorKind::UnexpectedEof.into()),
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
             Err(error) => return Err(error),
-        }
-        if done < len && !done.is_multiple_of(DIRECT_ALIGN) {
-            // A short read inside the file: continue at a block.
-            done = done / DIRECT_ALIGN * DIRECT_ALIGN;
         }
     }
     Ok(())
@@ -198,7 +196,10 @@ mod tests {
         let mut room = vec![0u8; 5 * DIRECT_ALIGN];
         let start = room.as_ptr().align_offset(DIRECT_ALIGN);
         let len = 2 * DIRECT_ALIGN + 100;
-        read_direct(&File::from(fd), DIRECT_ALIGN as u64, len, &mut room[start..start + 3 * DIRECT_ALIGN]).unwrap();
+        let file = File::from(fd);
+        read_direct(&file, DIRECT_ALIGN as u64, len, &mut room[start..start + 3 * DIRECT_ALIGN]).unwrap();
         assert_eq!(room[start..start + len], data[DIRECT_ALIGN..]);
+        let error = read_direct(&file, DIRECT_ALIGN as u64, len + 1, &mut room[start..start + 3 * DIRECT_ALIGN]);
+        assert_eq!(error.unwrap_err().kind(), io::ErrorKind::UnexpectedEof);
     }
 }
