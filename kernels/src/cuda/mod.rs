@@ -16,7 +16,7 @@ pub use context::{CudaContext, DeviceAttributes, MemoryInfo, device_count, devic
 pub use error::CudaError;
 pub use leaves::{LeafHasher, PendingLeaves};
 pub use memory::{DeviceMemory, StagingBuffer};
-pub use stream::{CudaStream, PendingUpload};
+pub use stream::{CudaStream, PendingUpload, UploadRange};
 
 /// Compiled kernels by the name of their source, as the build script found a compiler.
 pub const FATBINS: &[(&str, &[u8])] = include!(concat!(env!("OUT_DIR"), "/fatbins.rs"));

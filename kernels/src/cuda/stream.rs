@@ -102,31 +102,37 @@ impl CudaStream {
             .named("cuStreamWaitEvent")
     }
 
-    /// Starts a copy of the first `len` bytes of `source` to an offset of `target`.
+    /// Starts copying ranges of `source`.
     ///
-    /// The copy owns both until [`PendingUpload::wait`] gives the buffer back.
+    /// The copy owns both sides until [`PendingUpload::wait`] gives the buffer back.
     ///
     /// # Errors
     /// [`CudaError`]; the buffer is gone then.
     pub fn upload(
         &self,
         source: StagingBuffer,
-        len: usize,
+        ranges: &[UploadRange],
         target: &Arc<DeviceMemory>,
-        offset: u64,
     ) -> Result<PendingUpload, CudaError> {
-        check_range("copy from a staging buffer", 0, len as u64, source.len() as u64)?;
-        check_range("copy to the device", offset, len as u64, target.len())?;
+        for &UploadRange { from, len, to } in ranges {
+            check_range("copy from a staging buffer", from as u64, len as u64, source.len() as u64)?;
+            check_range("copy to the device", to, len as u64, target.len())?;
+        }
         self.context.bind()?;
         // From here on the buffer is only dropped after the copy.
         let pending = PendingUpload { buffer: ManuallyDrop::new(source), target: Arc::clone(target) };
-        let start = pending.buffer.start().cast();
-        // SAFETY: both ranges are checked, and `pending` keeps them alive and unchanged until the event has passed.
-        unsafe { sys::cuMemcpyHtoDAsync_v2(target.address() + offset, start, len, self.stream) }
-            .result()
-            .named("cuMemcpyHtoDAsync")?;
+        let start = pending.buffer.start();
+        let mut result = Ok(());
+        for &UploadRange { from, len, to } in ranges {
+            // SAFETY: both ranges are checked, and `pending` keeps them alive and unchanged until the event has passed.
+            let started = unsafe {
+                sys::cuMemcpyHtoDAsync_v2(target.address() + to, start.add(from).cast(), len, self.stream).result()
+            };
+            result = result.and(started.named("cuMemcpyHtoDAsync"));
+        }
+        // Also after a failure: earlier ranges are under way, and dropping `pending` waits for the event.
         pending.buffer.event.record(self)?;
-        Ok(pending)
+        result.map(|()| pending)
     }
 }
 
@@ -137,6 +143,17 @@ impl Drop for CudaStream {
             let _ = unsafe { result::stream::destroy(self.stream) };
         }
     }
+}
+
+/// Bytes of a staging buffer and their place on the device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct UploadRange {
+    /// First byte within the buffer.
+    pub from: usize,
+    /// Bytes.
+    pub len: usize,
+    /// First byte within the device's memory.
+    pub to: u64,
 }
 
 /// A copy that may still be under way.

@@ -8,6 +8,17 @@ use super::{Ledger, LoadError};
 use std::sync::Arc;
 use vt_bundle::hash::Digest;
 
+/// Bytes of a staging buffer and their place on the device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Piece {
+    /// First byte within the buffer.
+    pub from: usize,
+    /// Bytes.
+    pub len: usize,
+    /// First byte within the device's memory.
+    pub to: u64,
+}
+
 /// A device with memory of its own, asynchronous copies and, as an operation of its own, BLAKE3 of what has arrived.
 pub trait Accelerator: Send + Sync {
     /// Memory that is being filled.
@@ -42,17 +53,11 @@ pub trait Accelerator: Send + Sync {
     /// [`LoadError::Device`].
     fn buffer(&self, bytes: usize, pinned: bool) -> Result<Self::Buffer, LoadError>;
 
-    /// Starts a copy of the first `len` bytes of `source` to an offset. Copies are done in the order of the calls.
+    /// Starts copying pieces of `source`. Copies are done in the order of the calls.
     ///
     /// # Errors
     /// [`LoadError::Device`].
-    fn copy(
-        &self,
-        source: Self::Buffer,
-        len: usize,
-        to: &Self::Memory,
-        offset: u64,
-    ) -> Result<Self::Copy, LoadError>;
+    fn copy(&self, source: Self::Buffer, pieces: &[Piece], to: &Self::Memory) -> Result<Self::Copy, LoadError>;
 
     /// Waits for a copy and gives its buffer back.
     ///

@@ -1,7 +1,7 @@
 //! Rates of the link, of the disk, of the hash kernel and of whole loads, measured in one run so that they compare.
 
 use super::upload::{IoMode, Source, UploadOptions, load_image, verify_resident};
-use super::{Accelerator, LoadError, Verify};
+use super::{Accelerator, LoadError, Piece, Verify};
 use crate::stats::human_bytes;
 use rustix::fs::Advice;
 use serde::Serialize;
@@ -107,12 +107,13 @@ pub fn run<A: Accelerator<Memory = M, Arena = M>, M: Send + Sync>(
 
 /// Copies alternate between two buffers, so that one is always under way.
 fn link_rate<A: Accelerator>(accelerator: &A) -> Result<f64, LoadError> {
+    let whole = |i: u64| Piece { from: 0, len: LINK_BUFFER, to: i * LINK_BUFFER as u64 };
     let memory = accelerator.allocate(2 * LINK_BUFFER as u64)?;
     let mut copies = Vec::new();
     for i in 0..2u64 {
         let mut buffer = accelerator.buffer(LINK_BUFFER, true)?;
         buffer.as_mut().fill(i as u8 + 1);
-        copies.push(accelerator.copy(buffer, LINK_BUFFER, &memory, i * LINK_BUFFER as u64)?);
+        copies.push(accelerator.copy(buffer, &[whole(i)], &memory)?);
     }
     let mut best = 0f64;
     for _ in 0..3 {
@@ -120,7 +121,7 @@ fn link_rate<A: Accelerator>(accelerator: &A) -> Result<f64, LoadError> {
         let rounds = LINK_BYTES / 3 / LINK_BUFFER as u64;
         for i in 0..rounds {
             let buffer = accelerator.wait(copies.remove(0))?;
-            copies.push(accelerator.copy(buffer, LINK_BUFFER, &memory, i % 2 * LINK_BUFFER as u64)?);
+            copies.push(accelerator.copy(buffer, &[whole(i % 2)], &memory)?);
         }
         // Each round waits for an older copy and starts one: as many are done as started.
         best = best.max((rounds * LINK_BUFFER as u64) as f64 / start.elapsed().as_secs_f64());
@@ -186,7 +187,9 @@ impl LoadBench {
         let gb = |rate: f64| format!("{:8.2} GB/s", rate / 1e9);
         let mut text = format!("{}: image of {}\n", self.device, human_bytes(self.image_bytes));
         text.push_str(&format!("  link, page-locked copies only {}\n", gb(self.link_rate)));
-        for (what, rate) in [("disk, O_DIRECT reads only    ", self.direct_rate), ("hash kernel only             ", self.hash_rate)] {
+        for (what, rate) in
+            [("disk, O_DIRECT reads only    ", self.direct_rate), ("hash kernel only             ", self.hash_rate)]
+        {
             if let Some(rate) = rate {
                 text.push_str(&format!("  {what} {}\n", gb(rate)));
             }

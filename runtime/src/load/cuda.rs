@@ -1,10 +1,11 @@
 //! CUDA devices.
 
-use super::{Accelerator, Ledger, LoadError};
+use super::{Accelerator, Ledger, LoadError, Piece};
 use std::sync::{Arc, OnceLock};
 use vt_bundle::hash::{Digest, LEAF_BYTES, SEGMENT_BYTES, leaf_count};
 use vt_kernels::cuda::{
     CudaContext, CudaError, CudaStream, DeviceMemory, LeafHasher, PendingLeaves, PendingUpload, StagingBuffer,
+    UploadRange,
 };
 
 /// One CUDA device as this process uses it: a stream for copies, one for hashing.
@@ -22,7 +23,8 @@ impl CudaAccelerator {
     /// # Errors
     /// [`LoadError::Device`] with the reason and what to do.
     pub fn new(index: u32) -> Result<Self, LoadError> {
-        let failed = |error: CudaError| LoadError::Device { device: format!("cuda:{index}"), reason: error.to_string() };
+        let failed =
+            |error: CudaError| LoadError::Device { device: format!("cuda:{index}"), reason: error.to_string() };
         let context = CudaContext::new(index).map_err(failed)?;
         let copies = CudaStream::new(&context).map_err(failed)?;
         Ok(Self { context, copies, hasher: OnceLock::new(), ledger: Arc::new(Ledger::default()) })
@@ -96,9 +98,11 @@ impl Accelerator for CudaAccelerator {
         Ok(buffer)
     }
 
-    fn copy(&self, source: StagingBuffer, len: usize, to: &CudaArena, offset: u64) -> Result<PendingUpload, LoadError> {
-        let copy = self.copies.upload(source, len, &to.memory, offset).map_err(|e| self.failed(e))?;
-        self.ledger.copied(len as u64);
+    fn copy(&self, source: StagingBuffer, pieces: &[Piece], to: &CudaArena) -> Result<PendingUpload, LoadError> {
+        let ranges: Vec<UploadRange> =
+            pieces.iter().map(|p| UploadRange { from: p.from, len: p.len, to: p.to }).collect();
+        let copy = self.copies.upload(source, &ranges, &to.memory).map_err(|e| self.failed(e))?;
+        pieces.iter().for_each(|piece| self.ledger.copied(piece.len as u64));
         Ok(copy)
     }
 

@@ -49,7 +49,8 @@ impl MemoryPlan {
             return refuse(fixed, format!("the weights have {weights}, workspace and context {rest}: {advice}"));
         }
         let left = budget - fixed;
-        let affordable = usize::try_from(request.kv_cache_bytes.unwrap_or(left).min(left) / block).unwrap_or(usize::MAX);
+        let affordable =
+            usize::try_from(request.kv_cache_bytes.unwrap_or(left).min(left) / block).unwrap_or(usize::MAX);
         let max_model_len = match request.max_model_len {
             Some(len) => len.min(config.max_positions),
             None => config.max_positions.min(affordable.saturating_mul(BLOCK_LEN)),

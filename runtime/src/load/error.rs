@@ -2,6 +2,7 @@
 
 use crate::model::{ConfigError, GraphError};
 use vt_bundle::BundleError;
+use vt_bundle::slice::SliceError;
 
 /// Failure to load a bundle or to make a model of it.
 #[derive(Debug, thiserror::Error)]
@@ -24,6 +25,9 @@ pub enum LoadError {
         /// What is missing.
         what: &'static str,
     },
+    /// The shapes do not allow the degree of tensor parallelism.
+    #[error("{0}; use another --tp-size")]
+    Slice(#[from] SliceError),
     /// The device that was asked for is not there, or failed.
     #[error("device {device}: {reason}")]
     Device {
@@ -53,10 +57,11 @@ pub enum LoadError {
 }
 
 impl LoadError {
-    /// The exit code of a program that ends with this error: 3 input invalid, 4 integrity failure, 5 device, 6 I/O.
+    /// The exit code of a program that ends with this error: 2 usage, 3 input invalid, 4 integrity failure, 5 device, 6 I/O.
     pub fn exit_code(&self) -> u8 {
         match self {
             LoadError::Bundle(error) => error.exit_code(),
+            LoadError::Slice(_) => 2,
             LoadError::Config(_) | LoadError::Graph(_) | LoadError::MissingAsset { .. } => 3,
             LoadError::Device { .. } | LoadError::DoesNotFit { .. } => 5,
             LoadError::System { .. } => 6,

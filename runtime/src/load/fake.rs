@@ -1,6 +1,6 @@
 //! A device on host memory, for tests: late copies, faults on demand.
 
-use super::{Accelerator, HostArena, Ledger, LoadError};
+use super::{Accelerator, HostArena, Ledger, LoadError, Piece};
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
@@ -290,24 +290,29 @@ impl Accelerator for FakeAccelerator {
     fn copy(
         &self,
         mut source: FakeBuffer,
-        len: usize,
+        pieces: &[Piece],
         to: &FakeMemory,
-        offset: u64,
     ) -> Result<FakePending<FakeBuffer>, LoadError> {
-        let end = offset as usize + len;
-        if end > to.place.bytes as usize || len > source.len {
-            return Err(self.error(format!("a copy to {offset} to {end} of {} bytes", to.place.bytes)));
+        for piece in pieces {
+            let end = piece.to as usize + piece.len;
+            if end > to.place.bytes as usize || piece.from + piece.len > source.len {
+                return Err(self.error(format!("a copy to {} to {end} of {} bytes", piece.to, to.place.bytes)));
+            }
+            self.ledger.copied(piece.len as u64);
         }
-        self.ledger.copied(len as u64);
         let result = Arc::new(Mutex::new(None));
         let (memory, done, flipped) = (Arc::clone(&to.bytes), Arc::clone(&result), self.faults.flipped_byte);
+        let pieces = pieces.to_vec();
         let number = self.work.submit(Box::new(move || {
-            let range = offset as usize..end;
             let mut memory = memory.lock().unwrap_or_else(PoisonError::into_inner);
-            memory[range.clone()].copy_from_slice(&source.as_mut()[..len]);
-            if let Some(byte) = flipped.filter(|&b| range.contains(&(b as usize))) {
-                memory[byte as usize] ^= 0x10;
+            for piece in pieces {
+                let range = piece.to as usize..piece.to as usize + piece.len;
+                memory[range.clone()].copy_from_slice(&source.as_mut()[piece.from..piece.from + piece.len]);
+                if let Some(byte) = flipped.filter(|&b| range.contains(&(b as usize))) {
+                    memory[byte as usize] ^= 0x10;
+                }
             }
+            drop(memory);
             *done.lock().unwrap_or_else(PoisonError::into_inner) = Some(source);
         }));
         Ok(FakePending { number, result })
@@ -336,7 +341,11 @@ impl Accelerator for FakeAccelerator {
                 let start = leaf * LEAF_BYTES;
                 let segment = start / SEGMENT_BYTES * SEGMENT_BYTES;
                 let segment_bytes = SEGMENT_BYTES.min(total - segment);
-                leaf_digest(&bytes[start as usize..total.min(start + LEAF_BYTES) as usize], start - segment, segment_bytes)
+                leaf_digest(
+                    &bytes[start as usize..total.min(start + LEAF_BYTES) as usize],
+                    start - segment,
+                    segment_bytes,
+                )
             };
             let digests = (first..first + u64::from(count)).map(digest).collect();
             *done.lock().unwrap_or_else(PoisonError::into_inner) = Some(digests);

@@ -6,7 +6,8 @@ use std::path::Path;
 /// the memory limit of the process's control group, whichever is less. `None` where the system does not say.
 pub fn available_memory() -> Option<u64> {
     let machine = meminfo(&std::fs::read_to_string("/proc/meminfo").ok()?, "MemAvailable");
-    let group = group_left(Path::new("/sys/fs/cgroup"), &std::fs::read_to_string("/proc/self/cgroup").unwrap_or_default());
+    let group =
+        group_left(Path::new("/sys/fs/cgroup"), &std::fs::read_to_string("/proc/self/cgroup").unwrap_or_default());
     match (machine, group) {
         (Some(a), Some(b)) => Some(a.min(b)),
         (a, b) => a.or(b),

@@ -6,6 +6,7 @@
 
 mod accelerator;
 mod assets;
+pub mod bench;
 mod cpu;
 mod cuda;
 mod device;
@@ -18,12 +19,13 @@ mod loaded;
 mod memory;
 mod plan;
 mod report;
-pub mod bench;
+#[cfg(test)]
+mod shard_tests;
 #[cfg(test)]
 mod tests;
 pub mod upload;
 
-pub use accelerator::Accelerator;
+pub use accelerator::{Accelerator, Piece};
 pub use assets::Assets;
 pub use cpu::CpuDevice;
 pub use cuda::{CudaAccelerator, CudaArena};

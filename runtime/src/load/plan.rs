@@ -164,11 +164,7 @@ impl MemoryPlan {
 
 /// Bytes of one block of the cache, all layers together; at least 1.
 pub(super) fn block_bytes(config: &ModelConfig, kv_type: KvType) -> u64 {
-    let shape = KvShape {
-        layers: config.layers.len(),
-        kv_heads: config.num_kv_heads,
-        head_dim: config.head_dim,
-        blocks: 1,
-    };
+    let shape =
+        KvShape { layers: config.layers.len(), kv_heads: config.num_kv_heads, head_dim: config.head_dim, blocks: 1 };
     shape.bytes(kv_type).map_or(u64::MAX, |b| (b as u64).max(1))
 }

@@ -1,7 +1,9 @@
 //! Promises of the upload, on the fake device and, with `VT_TEST_CUDA=1`, on a real one.
 
 use super::upload::{IoMode, UploadOptions, load_image, verify_resident};
-use super::{Accelerator, CudaAccelerator, CudaArena, FakeAccelerator, FakeArena, Faults, HostArena, LoadError, Verify};
+use super::{
+    Accelerator, CudaAccelerator, CudaArena, FakeAccelerator, FakeArena, Faults, HostArena, LoadError, Verify,
+};
 use crate::test_support::synthetic::{Synthetic, flip};
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -189,7 +191,9 @@ fn what_does_not_fit_is_refused_before_it_is_allocated() {
     let bundle = Bundle::open(dir.path()).unwrap();
     let device = FakeAccelerator::new(Faults { memory_bytes: CHUNK, ..Faults::default() });
     let error = load_image(&device, &bundle, Verify::Device, &options(), &|_| ()).map(|_| ()).unwrap_err();
-    assert!(matches!(error, LoadError::DoesNotFit { needed, available, .. } if needed == 2 * CHUNK && available == CHUNK));
+    assert!(
+        matches!(error, LoadError::DoesNotFit { needed, available, .. } if needed == 2 * CHUNK && available == CHUNK)
+    );
     assert_eq!(device.ledger().totals().allocations, 0);
     let device = FakeAccelerator::new(Faults { allocation_fails_at: Some(CHUNK), ..Faults::default() });
     let error = load_image(&device, &bundle, Verify::Device, &options(), &|_| ()).map(|_| ()).unwrap_err();

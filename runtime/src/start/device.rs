@@ -2,6 +2,7 @@
 
 use super::{Failure, print, report, to_json};
 use crate::cli::{Cli, KvCacheDtype, StatsForm, VerifyArg};
+use crate::load::upload::{Share, load_shard};
 use crate::load::{
     CudaAccelerator, DeviceMemory, LoadError, LoadReport, LoadedBundle, MemoryPlan, MemoryRequest, Uploading, Verify,
 };
@@ -62,12 +63,21 @@ pub(super) fn run(cli: &Cli, index: u32, mut startup: Startup) -> Result<(), Fai
         Some(VerifyArg::Off) => Verify::Off,
     };
     let done = AtomicU64::new(0);
-    let loaded = LoadedBundle::load(bundle, &uploading, verify, &|bytes| {
+    let progress = |bytes| {
         let sum = done.fetch_add(bytes, Ordering::Relaxed);
         if sum / SAMPLE_BYTES != (sum + bytes) / SAMPLE_BYTES {
             startup.sample();
         }
-    })?;
+    };
+    if cli.device.tp_size > 1 {
+        let share = Share::new(&bundle, cli.device.tp_rank, cli.device.tp_size)?;
+        let resident = load_shard(&uploading.accelerator, &bundle, &share, verify, &uploading.options, &progress)?;
+        return print(&match cli.stats {
+            Some(StatsForm::Json) => to_json(&resident.report)?,
+            _ => shard_summary(cli, &share, &resident.report),
+        });
+    }
+    let loaded = LoadedBundle::load(bundle, &uploading, verify, &progress)?;
     startup.record(&loaded.report().phases);
     let graph = startup.phase("graph", |_| Graph::resolve(&config, &loaded));
     graph.map_err(LoadError::from)?;
@@ -108,6 +118,12 @@ pub(super) fn run(cli: &Cli, index: u32, mut startup: Startup) -> Result<(), Fai
     }
 }
 
+fn shard_summary(cli: &Cli, share: &Share, report: &LoadReport) -> String {
+    let (rank, size) = (cli.device.tp_rank, cli.device.tp_size);
+    let (bytes, rate) = (human_bytes(share.bytes()), report.upload_rate().unwrap_or(0.0) / 1e9);
+    format!("{}: rank {rank} of {size}, {bytes} resident, read by {}, {rate:.2} GB/s\n", report.device, report.io)
+}
+
 fn failed(index: u32, error: &cuda::CudaError) -> LoadError {
     LoadError::Device { device: format!("cuda:{index}"), reason: error.to_string() }
 }
@@ -143,7 +159,8 @@ fn open_device(
                 Err(_) => None,
             }
         });
-        let gone = || LoadError::Device { device: format!("cuda:{index}"), reason: "the driver's thread ended".to_owned() };
+        let gone =
+            || LoadError::Device { device: format!("cuda:{index}"), reason: "the driver's thread ended".to_owned() };
         let opened = match early {
             Some(opened) => opened,
             None => {

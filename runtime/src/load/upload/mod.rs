@@ -8,12 +8,16 @@
 
 mod options;
 mod ring;
+mod shard;
+mod share;
 mod source;
 
 pub use options::{IoMode, UploadOptions};
+pub use shard::load_shard;
+pub use share::Share;
 pub use source::Source;
 
-use super::{Accelerator, LoadError, LoadReport, Resident, Verify};
+use super::{Accelerator, LoadError, LoadReport, Piece, Resident, Verify};
 use ring::Ring;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -177,7 +181,8 @@ impl<A: Accelerator> Upload<'_, A> {
             let offset = index * self.chunk;
             let len = self.chunk.min(self.source.len() - offset);
             self.fill(&mut buffer, offset, len)?;
-            self.ring.busy(self.accelerator.copy(buffer, len as usize, self.memory, offset)?);
+            let piece = Piece { from: 0, len: len as usize, to: offset };
+            self.ring.busy(self.accelerator.copy(buffer, &[piece], self.memory)?);
             (self.progress)(len);
             if self.verify == Verify::Device {
                 self.submitted(offset, hashes)?;

@@ -83,7 +83,8 @@ impl<'a, A: Accelerator> Ring<'a, A> {
             let enough = pinned >= LEAST;
             state.pinned = enough;
             state.depth = if enough { pinned } else { LEAST * 2 };
-            let instead = if enough { "a ring of that size is used" } else { "ordinary memory is used, which is slower" };
+            let instead =
+                if enough { "a ring of that size is used" } else { "ordinary memory is used, which is slower" };
             state.warning = Some(format!("{error}; {pinned} buffers are page-locked, {instead}"));
         } else if state.depth > LEAST * 2 {
             state.depth = LEAST * 2;
