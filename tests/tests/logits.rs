@@ -3,6 +3,9 @@
 //! With f32 activations a runtime that computes on the decoded weights differs from the reference by rounding alone; with
 //! 8-bit activations the difference is measured as KL divergence, beside llama.cpp's own where that is stored.
 
+// Whatever does not hold is a failure of the test.
+#![allow(clippy::unwrap_used)]
+
 use std::path::{Path, PathBuf};
 
 use serde_json::Value;
@@ -107,7 +110,15 @@ impl Converted {
         let (bundle, out) = (self.bundle.to_str().unwrap(), file.to_str().unwrap());
         let ids_text = join(ids);
         let arguments = [
-            "--bundle", bundle, "--prompt-ids", &ids_text, "--logits", out, "--logits-rows", positions, "--activations",
+            "--bundle",
+            bundle,
+            "--prompt-ids",
+            &ids_text,
+            "--logits",
+            out,
+            "--logits-rows",
+            positions,
+            "--activations",
             activations,
         ];
         run("vt-run", &arguments).ok();
@@ -119,8 +130,16 @@ impl Converted {
     fn greedy(&self, ids: &[u32], count: usize, activations: &str) -> Vec<u32> {
         let (bundle, ids, count) = (self.bundle.to_str().unwrap(), join(ids), count.to_string());
         let arguments = [
-            "--bundle", bundle, "--prompt-ids", &ids, "--max-tokens", &count, "--activations", activations,
-            "--ignore-eos", "--json",
+            "--bundle",
+            bundle,
+            "--prompt-ids",
+            &ids,
+            "--max-tokens",
+            &count,
+            "--activations",
+            activations,
+            "--ignore-eos",
+            "--json",
         ];
         let answer = run("vt-run", &arguments).ok().json();
         answer["token_ids"].as_array().unwrap().iter().map(|v| v.as_u64().unwrap() as u32).collect()

@@ -3,7 +3,7 @@
 //! Axes: T tokens of a step over all its sequences, H heads, D elements of a head, V rows of the head.
 
 use super::config::{LayerConfig, ModelConfig};
-use super::experts::MlpBuffers;
+use super::experts::{MlpBuffers, MlpInput};
 use super::graph::{Attention, FeedForward, Graph, VectorRef};
 use super::project::{Compute, FineRows};
 use super::workspace::{HEAD_ROWS, Workspace};
@@ -64,15 +64,11 @@ impl<A: HostArena> CpuModel<A> {
     /// # Errors
     /// [`LoadError::Graph`] where the bundle lacks something; [`LoadError::System`] where threads cannot be started;
     /// [`LoadError::DoesNotFit`] where the cache's size overflows.
-    pub fn new(
-        loaded: LoadedBundle<A>,
-        config: ModelConfig,
-        options: &CpuModelOptions,
-    ) -> Result<Self, LoadError> {
+    pub fn new(loaded: LoadedBundle<A>, config: ModelConfig, options: &CpuModelOptions) -> Result<Self, LoadError> {
         let graph = Graph::resolve(&config, &loaded)?;
         let frequencies = frequencies(&config, &graph, &loaded);
-        let cx = Context::new(options.threads)
-            .map_err(|source| LoadError::System { what: "compute threads", source })?;
+        let cx =
+            Context::new(options.threads).map_err(|source| LoadError::System { what: "compute threads", source })?;
         let shape = KvShape {
             layers: config.layers.len(),
             kv_heads: config.num_kv_heads,
@@ -108,11 +104,7 @@ impl<A: HostArena> CpuModel<A> {
 }
 
 /// Radians per position and amplitude of every rotary embedding.
-fn frequencies<A: HostArena>(
-    config: &ModelConfig,
-    graph: &Graph,
-    loaded: &LoadedBundle<A>,
-) -> Vec<(Vec<f32>, f32)> {
+fn frequencies<A: HostArena>(config: &ModelConfig, graph: &Graph, loaded: &LoadedBundle<A>) -> Vec<(Vec<f32>, f32)> {
     let mut frequencies: Vec<_> = config.ropes.iter().map(|rope| rope.frequencies()).collect();
     if let (Some(vector), Some(first), Some(rope)) =
         (&graph.rope_divisors, frequencies.first_mut(), config.ropes.first())
@@ -211,12 +203,12 @@ impl<A: HostArena> CpuModel<A> {
             vector: &mut w.vector,
             scratch: &mut w.scratch,
         };
-        let (x, out) = (&w.normed[..stream], &mut w.block[..stream]);
+        let (input, out) = (MlpInput { x: &w.normed[..stream], fine }, &mut w.block[..stream]);
         match (&layer.feed_forward, &config.moe) {
             (FeedForward::Experts(experts), Some(moe)) => {
-                compute.experts(moe, experts, config.activation, x, fine, &mut w.experts, &mut buffers, out);
+                compute.experts(moe, experts, config.activation, input, (&mut w.experts, &mut buffers), out);
             }
-            (FeedForward::Dense(mlp), _) => compute.gated_mlp(mlp, config.activation, x, fine, &mut buffers, out),
+            (FeedForward::Dense(mlp), _) => compute.gated_mlp(mlp, config.activation, input, &mut buffers, out),
             (FeedForward::Experts(_), None) => unreachable!("experts are resolved from a configuration that has them"),
         }
         if let Some(post) = &layer.post_feed_forward_norm {
@@ -317,7 +309,8 @@ impl<A: HostArena> AttentionStep<'_, A> {
         let rows = &mut w.projected[..self.tokens * stride];
         self.compute.project(qkv, x, fine, &mut w.scratch, &mut w.vector, rows);
 
-        let heads = [(q_at, config.num_heads, &attention_graph.q_norm), (k_at, config.num_kv_heads, &attention_graph.k_norm)];
+        let heads =
+            [(q_at, config.num_heads, &attention_graph.q_norm), (k_at, config.num_kv_heads, &attention_graph.k_norm)];
         for (at, count, norm) in heads {
             if let Some(norm) = norm {
                 let norm_of = Norm { compute: self.compute, config };

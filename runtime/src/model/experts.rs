@@ -8,6 +8,15 @@ use crate::load::HostArena;
 use vt_kernels::activation::{Gate, gated};
 use vt_kernels::softmax::softmax;
 
+/// What a feed-forward network reads.
+#[derive(Clone, Copy)]
+pub(super) struct MlpInput<'a> {
+    /// `[T, hidden]`.
+    pub x: &'a [f32],
+    /// Rows whose activations are pairs.
+    pub fine: FineRows<'a>,
+}
+
 /// Buffers that experts share with the other blocks.
 pub(super) struct MlpBuffers<'a> {
     pub projected: &'a mut [f32],
@@ -22,11 +31,11 @@ impl<A: HostArena> Compute<'_, A> {
         &self,
         mlp: &GatedMlp,
         activation: Activation,
-        x: &[f32],
-        fine: FineRows<'_>,
+        input: MlpInput<'_>,
         buffers: &mut MlpBuffers<'_>,
         out: &mut [f32],
     ) {
+        let MlpInput { x, fine } = input;
         let tokens = x.len() / mlp.gate_up.k;
         let projected = &mut buffers.projected[..tokens * mlp.gate_up.stride];
         self.project(&mlp.gate_up, x, fine, buffers.scratch, buffers.vector, projected);
@@ -47,12 +56,12 @@ impl<A: HostArena> Compute<'_, A> {
         moe: &MoeConfig,
         experts: &Experts,
         activation: Activation,
-        x: &[f32],
-        fine: FineRows<'_>,
-        own: &mut ExpertBuffers,
-        buffers: &mut MlpBuffers<'_>,
+        input: MlpInput<'_>,
+        buffers: (&mut ExpertBuffers, &mut MlpBuffers<'_>),
         out: &mut [f32],
     ) {
+        let MlpInput { x, fine } = input;
+        let (own, buffers) = buffers;
         let hidden = experts.router.k;
         let tokens = x.len() / hidden;
         let stride = experts.router.stride;
@@ -79,12 +88,12 @@ impl<A: HostArena> Compute<'_, A> {
             let wanted = own.tokens.iter().enumerate().filter(|(_, (t, _))| fine.wanted.binary_search(t).is_ok());
             own.wanted.extend(wanted.map(|(row, _)| row as u32));
             let rows = FineRows { all: &fine.all[..count], wanted: &own.wanted };
-            let input = &mut own.input[..count * hidden];
-            for (&(token, _), row) in own.tokens.iter().zip(input.chunks_exact_mut(hidden)) {
+            let gathered = &mut own.input[..count * hidden];
+            for (&(token, _), row) in own.tokens.iter().zip(gathered.chunks_exact_mut(hidden)) {
                 row.copy_from_slice(&x[token as usize * hidden..][..hidden]);
             }
             let output = &mut own.output[..count * mlp.down.stride];
-            self.gated_mlp(mlp, activation, input, rows, buffers, output);
+            self.gated_mlp(mlp, activation, MlpInput { x: gathered, fine: rows }, buffers, output);
             for (&(token, weight), row) in own.tokens.iter().zip(output.chunks_exact(mlp.down.stride)) {
                 let sum = &mut out[token as usize * hidden..][..hidden];
                 sum.iter_mut().zip(row).for_each(|(s, v)| *s += weight * v);

@@ -17,3 +17,6 @@ pub use config::{ConfigError, ModelConfig};
 pub use cpu::{CpuModel, CpuModelOptions};
 pub use graph::{Graph, GraphError};
 pub use workspace::workspace_bytes;
+
+#[cfg(test)]
+mod tests;

@@ -101,7 +101,8 @@ impl<A: HostArena> Compute<'_, A> {
                 for output in projection.outputs.iter().filter(|o| o.product == index) {
                     let rows = result.chunks_exact(product.stride).zip(out.chunks_exact_mut(projection.stride));
                     for (from, to) in rows {
-                        to[output.column..][..output.rows].copy_from_slice(&from[output.product_column..][..output.rows]);
+                        to[output.column..][..output.rows]
+                            .copy_from_slice(&from[output.product_column..][..output.rows]);
                     }
                 }
             }

@@ -202,7 +202,11 @@ impl Family {
                 (0..count).map(|i| on && i as u64 >= first).collect()
             }
             Windows::Pattern => {
-                let key = if read.has("sliding_window_pattern") { "sliding_window_pattern" } else { "_sliding_window_pattern" };
+                let key = if read.has("sliding_window_pattern") {
+                    "sliding_window_pattern"
+                } else {
+                    "_sliding_window_pattern"
+                };
                 let pattern = read.optional_size(key)?.unwrap_or(6);
                 (0..count).map(|i| !(i + 1).is_multiple_of(pattern)).collect()
             }

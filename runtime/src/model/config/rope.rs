@@ -1,8 +1,8 @@
 //! Rotary position embeddings: which frequencies a configuration asks for.
 
+use super::ConfigError;
 use super::family::{Family, RopeOfKind};
 use super::reader::ConfigReader;
-use super::ConfigError;
 use serde_json::Value;
 use vt_kernels::rope::{RopeScaling, inverse_frequencies};
 

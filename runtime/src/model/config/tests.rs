@@ -73,7 +73,8 @@ fn families_differ_by_their_row_of_the_table() {
 
 #[test]
 fn faults_name_the_key_or_the_architecture() {
-    let message = |architecture: &str, changes: Value| read(architecture, with(llama(), changes)).unwrap_err().to_string();
+    let message =
+        |architecture: &str, changes: Value| read(architecture, with(llama(), changes)).unwrap_err().to_string();
     assert!(message("mamba2", json!({})).contains("\"mamba2\""));
     for (changes, expected) in [
         (json!({"hidden_size": null}), "\"hidden_size\" is missing"),
@@ -88,7 +89,10 @@ fn faults_name_the_key_or_the_architecture() {
         (json!({"tie_word_embeddings": 1}), "true or false"),
         (json!({"rope_parameters": {"rope_type": "longrope"}}), "\"rope_type\" is \"longrope\""),
         (json!({"rope_parameters": {"rope_type": "linear"}}), "\"factor\" is missing"),
-        (json!({"rope_parameters": {"rope_type": "frequency-factors", "frequency_factors": [1.0]}}), "frequency_factors"),
+        (
+            json!({"rope_parameters": {"rope_type": "frequency-factors", "frequency_factors": [1.0]}}),
+            "frequency_factors",
+        ),
         (json!({"partial_rotary_factor": 1.5}), "partial_rotary_factor"),
         (json!({"layer_types": ["linear_attention", "full_attention"]}), "layer_types"),
         (json!({"layer_types": ["sliding_attention", "full_attention"]}), "sliding_window"),

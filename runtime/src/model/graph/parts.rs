@@ -104,7 +104,8 @@ impl<'a> Resolver<'a> {
     pub(super) fn new(architecture: &'a str, bundle: &'a Bundle) -> Self {
         let tensors = &bundle.manifest().tensors;
         let image = tensors.iter().enumerate().filter(|(_, t)| t.placement == Placement::Image);
-        let parts = image.flat_map(|(i, t)| t.parts.iter().enumerate().map(move |(p, part)| (part.name.as_str(), (i, p))));
+        let parts =
+            image.flat_map(|(i, t)| t.parts.iter().enumerate().map(move |(p, part)| (part.name.as_str(), (i, p))));
         Self { architecture, bundle, parts: parts.collect(), used: vec![false; tensors.len()] }
     }
 

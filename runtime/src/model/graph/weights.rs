@@ -3,8 +3,8 @@
 use super::GraphError;
 use crate::load::{HostArena, LoadedBundle};
 use vt_bundle::geometry::Geometry;
-use vt_bundle::manifest::{Layout, Tensor};
 use vt_bundle::layout::MAX_SCALE_PLANES;
+use vt_bundle::manifest::{Layout, Tensor};
 use vt_kernels::weight::MAX_CODE_PLANES;
 use vt_kernels::{FloatType, RowsWeight, TiledWeight, Weight};
 
