@@ -22,6 +22,9 @@ const NORM_AT: u64 = 1536;
 /// The largest integer that canonical JSON keeps exact.
 const LARGEST: u64 = 1 << 53;
 
+/// What makes a sound value wrong.
+type Change<T> = fn(&mut T);
+
 fn part(name: &str, rows: u64) -> Part {
     Part {
         name: name.into(),
@@ -225,8 +228,7 @@ fn unknown_versions_and_layouts_are_named() {
 
 #[test]
 fn impossible_tensors_are_named() {
-    type Change = fn(&mut Manifest);
-    let changes: [(&str, Change); 19] = [
+    let changes: [(&str, Change<Manifest>); 19] = [
         ("axis of zero", |m| m.tensors[0].shape[1] = 0),
         ("axis beyond the limit", |m| m.tensors[0].shape[1] = 1 << 40),
         ("K that is no multiple of the group", |m| m.tensors[0].shape[1] = 31),
@@ -274,7 +276,7 @@ fn impossible_experts_are_named() {
         offsets: None,
         record_hashes: 0,
     };
-    let changes: [(&str, fn(&mut Experts)); 7] = [
+    let changes: [(&str, Change<Experts>); 7] = [
         ("no experts", |e| e.count = 0),
         ("more experts than the image holds", |e| e.count = 2),
         ("count that overflows", |e| e.count = LARGEST),
@@ -295,7 +297,7 @@ fn impossible_experts_are_named() {
 
 #[test]
 fn files_that_contradict_the_manifest_are_named() {
-    let changes: [(&str, fn(&mut Manifest)); 6] = [
+    let changes: [(&str, Change<Manifest>); 6] = [
         ("image of another size", |m| m.image.size += 1),
         ("segment above the limit", |m| {
             (m.image.size, m.image.segments[0].size) = (2 << 30, 2 << 30);

@@ -277,38 +277,6 @@ fn llama3_factor(divisors: &[f32], theta: f64) -> Option<f64> {
     (same && factor > 1.0).then_some(factor)
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn divisors_of_llama3_are_recognised() {
-        // 64 rotated pairs, theta 500000, factor 8, as llama.cpp's converter computes them in f32.
-        let divisors: Vec<f32> = (0..64)
-            .map(|i| {
-                let wavelength = 2.0 * std::f32::consts::PI * 500_000f32.powf(i as f32 / 64.0);
-                let smooth = (8192.0 / wavelength - 1.0) / 3.0;
-                match wavelength {
-                    w if w < 2048.0 => 1.0,
-                    w if w > 8192.0 => 8.0,
-                    _ => 1.0 / ((1.0 - smooth) / 8.0 + smooth),
-                }
-            })
-            .collect();
-        assert_eq!(llama3_factor(&divisors, 500_000.0), Some(8.0));
-        assert_eq!(llama3_factor(&divisors, 10_000.0), None);
-        assert_eq!(llama3_factor(&[1.0, 2.0, 8.0], 10_000.0), None);
-        assert_eq!(llama3_factor(&[1.0; 32], 10_000.0), None);
-    }
-
-    #[test]
-    fn floats_keep_the_digits_of_their_f32() {
-        assert_eq!(short(f64::from(1e-5f32)), json!(1e-5));
-        assert_eq!(short(0.1), json!(0.1));
-        assert_eq!(short(10000.0), json!(10000.0));
-    }
-}
-
 /// Sliding windows: which layers see all of the past.
 fn windows(
     keys: &Keys<'_, '_>,
@@ -487,4 +455,36 @@ fn delta_net(
         config.insert("linear_value_head_dim".into(), json!(inner / heads));
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn divisors_of_llama3_are_recognised() {
+        // 64 rotated pairs, theta 500000, factor 8, as llama.cpp's converter computes them in f32.
+        let divisors: Vec<f32> = (0..64)
+            .map(|i| {
+                let wavelength = 2.0 * std::f32::consts::PI * 500_000f32.powf(i as f32 / 64.0);
+                let smooth = (8192.0 / wavelength - 1.0) / 3.0;
+                match wavelength {
+                    w if w < 2048.0 => 1.0,
+                    w if w > 8192.0 => 8.0,
+                    _ => 1.0 / ((1.0 - smooth) / 8.0 + smooth),
+                }
+            })
+            .collect();
+        assert_eq!(llama3_factor(&divisors, 500_000.0), Some(8.0));
+        assert_eq!(llama3_factor(&divisors, 10_000.0), None);
+        assert_eq!(llama3_factor(&[1.0, 2.0, 8.0], 10_000.0), None);
+        assert_eq!(llama3_factor(&[1.0; 32], 10_000.0), None);
+    }
+
+    #[test]
+    fn floats_keep_the_digits_of_their_f32() {
+        assert_eq!(short(f64::from(1e-5f32)), json!(1e-5));
+        assert_eq!(short(0.1), json!(0.1));
+        assert_eq!(short(10000.0), json!(10000.0));
+    }
 }

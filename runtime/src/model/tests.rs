@@ -25,6 +25,7 @@ const VOCAB: usize = 30;
 
 /// A tensor by the names and rows of its parts, its other axes, and its values.
 #[derive(Clone)]
+#[allow(clippy::type_complexity)] // name, parts with their rows, shape, values
 struct Weights(Vec<(String, Vec<(String, usize)>, Vec<usize>, Vec<f32>)>);
 
 impl Weights {

@@ -2,8 +2,8 @@
 
 use super::Failure;
 use crate::cli::{ActivationsArg, Cli, DeviceName, KvCacheDtype, VerifyArg};
-use crate::engine::{EngineConfig, EngineHandle, SchedulerLimits};
 use crate::engine::model::Model;
+use crate::engine::{EngineConfig, EngineHandle, SchedulerLimits};
 use crate::load::{CpuDevice, LoadError, LoadedBundle, MemoryPlan, MemoryRequest, Verify, available_memory};
 use crate::metrics::Metrics;
 use crate::model::{CpuModel, CpuModelOptions, Graph, ModelConfig};
@@ -41,7 +41,9 @@ impl Opened {
     pub(super) fn open(cli: &Cli, startup: &mut Startup) -> Result<Self, Failure> {
         if let DeviceName::Cuda(index) = cli.device.device {
             let reason = match cuda::built() {
-                true => "this version has no CUDA operators yet, only --plan and --load-only; use --device cpu".to_owned(),
+                true => {
+                    "this version has no CUDA operators yet, only --plan and --load-only; use --device cpu".to_owned()
+                }
                 false => CudaError::NotBuilt.to_string(),
             };
             return Err(LoadError::Device { device: format!("cuda:{index}"), reason }.into());
@@ -120,11 +122,7 @@ impl Opened {
     }
 
     /// Loads, checks, and builds the model. `progress` is called with bytes that have been checked.
-    pub(super) fn into_model(
-        self,
-        startup: &mut Startup,
-        progress: &(dyn Fn(u64) + Sync),
-    ) -> Result<Ready, Failure> {
+    pub(super) fn into_model(self, startup: &mut Startup, progress: &(dyn Fn(u64) + Sync)) -> Result<Ready, Failure> {
         let (config, options) = (self.config.clone(), self.options);
         let loaded = self.load(startup, progress)?;
         let model = startup.phase("model", |_| CpuModel::new(loaded, config, &options))?;

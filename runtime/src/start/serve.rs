@@ -58,12 +58,7 @@ fn config(cli: &Cli) -> Result<ServerConfig, Failure> {
     })
 }
 
-fn load(
-    cli: &Cli,
-    mut startup: Startup,
-    progress: &LoadProgress,
-    metrics: Arc<Metrics>,
-) -> Result<Served, Failure> {
+fn load(cli: &Cli, mut startup: Startup, progress: &LoadProgress, metrics: Arc<Metrics>) -> Result<Served, Failure> {
     progress.set_phase("open");
     let opened = Opened::open(cli, &mut startup)?;
     for line in opened.plan().table().lines() {
