@@ -131,7 +131,7 @@ pub async fn serve<E: Send + 'static>(
         .await
         .map_err(|source| ServeError::Bind { endpoint: config.endpoint.clone(), source })?;
     let address = bound.address();
-    let state = Arc::new(AppState::new(config, metrics));
+    let state = Arc::new(AppState::new(config, metrics)?);
     let app = router(&state).map_err(ServeError::Origin)?;
     let (stop, stopped) = watch::channel(false);
     let mut serving = tokio::spawn(bound.serve(app, stopped));

@@ -8,6 +8,7 @@ use crate::engine::EngineHandle;
 use crate::metrics::Metrics;
 use crate::text::BundleText;
 use std::collections::BTreeSet;
+use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
@@ -91,17 +92,20 @@ pub struct AppState {
 
 impl AppState {
     /// The state of a server that has not loaded anything.
-    pub fn new(config: ServerConfig, metrics: Arc<Metrics>) -> Self {
-        Self {
+    ///
+    /// # Errors
+    /// The operating system's, where it has no thread to give.
+    pub fn new(config: ServerConfig, metrics: Arc<Metrics>) -> io::Result<Self> {
+        Ok(Self {
             keys: Keys::new(&config.api_keys),
             config,
             metrics,
             progress: Arc::default(),
-            workers: Workers::default(),
+            workers: Workers::start()?,
             served: OnceLock::new(),
             draining: AtomicBool::new(false),
             warned: Mutex::default(),
-        }
+        })
     }
 
     /// Makes the model known. A second call changes nothing.

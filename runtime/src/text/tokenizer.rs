@@ -42,6 +42,7 @@ impl Tokenizer {
         let mut inner = tokenizers::Tokenizer::from_bytes(json).map_err(|error| asset(error.to_string()))?;
         inner.with_truncation(None).map_err(|error| asset(error.to_string()))?;
         inner.with_padding(None);
+        bound_word_cache(&mut inner);
 
         let added = inner.get_added_tokens_decoder();
         let mut vocabulary: Vec<(u32, String, bool)> =
@@ -119,6 +120,18 @@ impl Tokenizer {
             .filter_map(|id| self.id_to_token(id).map(|text| (id, text)))
             .collect()
     }
+}
+
+/// Words that each thread remembers the tokens of. The crate's own limit is 10,000, which words made up to
+/// be long can fill with 65 MB in every thread.
+const CACHED_WORDS: usize = 2048;
+
+/// Limits the memory of the tokenizer's cache of words.
+fn bound_word_cache(tokenizer: &mut tokenizers::Tokenizer) {
+    // The model cannot be changed in place; the copy lives for a moment.
+    let mut model = tokenizer.get_model().clone();
+    model.resize_cache(CACHED_WORDS);
+    tokenizer.with_model(model);
 }
 
 #[cfg(test)]

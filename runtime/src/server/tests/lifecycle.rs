@@ -115,7 +115,7 @@ async fn origins_are_allowed_by_flag_only() {
 
 #[tokio::test]
 async fn readiness_follows_loading_and_draining() {
-    let state = Arc::new(AppState::new(ServerConfig::default(), Arc::new(Metrics::new("vt"))));
+    let state = Arc::new(AppState::new(ServerConfig::default(), Arc::new(Metrics::new("vt"))).unwrap());
     let endpoint = Endpoint::Tcp { host: "127.0.0.1".to_owned(), port: 0 };
     let bound = Bound::bind(&endpoint).await.unwrap();
     let client = Client::new(&bound.address());

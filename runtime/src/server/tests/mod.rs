@@ -40,7 +40,7 @@ async fn rig_with(model: FakeModel, max_queue: usize, config: ServerConfig) -> R
     let address = bound.address();
     let counters = model.counters();
     let metrics = Arc::new(Metrics::new("vt"));
-    let state = Arc::new(AppState::new(config, Arc::clone(&metrics)));
+    let state = Arc::new(AppState::new(config, Arc::clone(&metrics)).unwrap());
     state.set_served(fake_served(model, max_queue, metrics).unwrap());
     let (stop, stopped) = watch::channel(false);
     tokio::spawn(bound.serve(router(&state).unwrap(), stopped));
