@@ -148,7 +148,7 @@ pub struct UploadArgs {
     #[arg(long, value_name = "N", env = "VT_UPLOAD_DEPTH", default_value_t = 16, value_parser = clap::value_parser!(u16).range(2..=4096))]
     pub upload_depth: u16,
     /// Threads that read.
-    #[arg(long, value_name = "N", env = "VT_UPLOAD_READERS", default_value_t = 8, value_parser = clap::value_parser!(u16).range(1..=256))]
+    #[arg(long, value_name = "N", env = "VT_UPLOAD_READERS", default_value_t = 10, value_parser = clap::value_parser!(u16).range(1..=256))]
     pub upload_readers: u16,
     /// Drop the files from the page cache once they are read.
     #[arg(long, env = "VT_UPLOAD_DROP_CACHE")]

@@ -43,7 +43,7 @@ impl MemoryPlan {
             let raised = (fixed as f64 / device.total.max(1) as f64 * 100.0).ceil() / 100.0;
             let advice = match raised <= 1.0 {
                 true => format!("raise --gpu-memory-utilization to {raised:.2} or more"),
-                false => "the weights alone need a larger device, or several".to_owned(),
+                false => "a larger device is needed, or several".to_owned(),
             };
             let (weights, rest) = (human_bytes(image_bytes), human_bytes(workspace + CONTEXT_BYTES));
             return refuse(fixed, format!("the weights have {weights}, workspace and context {rest}: {advice}"));

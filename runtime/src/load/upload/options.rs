@@ -47,7 +47,7 @@ pub struct UploadOptions {
 
 impl Default for UploadOptions {
     fn default() -> Self {
-        Self { chunk_bytes: 4 << 20, depth: 16, readers: 8, io: IoMode::Auto, drop_cache: false }
+        Self { chunk_bytes: 4 << 20, depth: 16, readers: 10, io: IoMode::Auto, drop_cache: false }
     }
 }
 
