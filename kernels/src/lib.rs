@@ -4,7 +4,7 @@
 //! - [`weight`], [`mod@matmul`]: matrices as a bundle stores them, and products with them;
 //! - [`norm`], [`rope`], [`attention`], [`kv_cache`], [`activation`], [`softmax`]: the rest of a decoder layer;
 //! - [`cuda`]: the driver, device memory and kernels that the build embedded;
-//! - [`reference`]: every operator again, readable and slow, as the tests' measure.
+//! - [`mod@reference`]: every operator again, readable and slow, as the tests' measure.
 //!
 //! Axis letters: M (or T) tokens, N out-features, K in-features, H heads, D elements of a head.
 

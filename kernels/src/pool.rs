@@ -4,7 +4,7 @@
 //! while before they sleep. Division of work depends on sizes and the thread count only; no kernel of this crate lets it
 //! change a result.
 //!
-//! This module and [`crate::simd`] are the two rooms of the crate that hold `unsafe`: a persistent thread cannot be
+//! This module and `simd` are the two rooms of the crate that hold `unsafe`: a persistent thread cannot be
 //! lent a borrowed closure, nor two threads disjoint parts of one slice by column, without it. The interface is safe.
 
 use std::cell::UnsafeCell;

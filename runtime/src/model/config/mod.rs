@@ -1,6 +1,6 @@
 //! The architecture of a model as data: what its configuration says, in the terms that a forward pass needs.
 //!
-//! A family ([`family`]) is a row of a table, not a type: Llama, Mistral, Qwen and Gemma differ in which norms there are,
+//! A family (`family.rs`) is a row of a table, not a type: Llama, Mistral, Qwen and Gemma differ in which norms there are,
 //! which projections have biases, how the embedding is scaled and how layers alternate. Everything that a configuration
 //! can get wrong is found here, before a byte of the weights is touched.
 

@@ -2,11 +2,12 @@
 
 use super::GraphError;
 use crate::load::{HostArena, LoadedBundle};
+use vt_bundle::codec::ggml::raw::{self, RawFormat};
 use vt_bundle::geometry::Geometry;
 use vt_bundle::layout::MAX_SCALE_PLANES;
 use vt_bundle::manifest::{Layout, Tensor};
 use vt_kernels::weight::MAX_CODE_PLANES;
-use vt_kernels::{FloatType, RowsWeight, TiledWeight, Weight};
+use vt_kernels::{FloatType, RawWeight, RowsWeight, TiledWeight, Weight};
 
 /// Planes of a tiled matrix, at most.
 const MAX_PLANES: usize = MAX_CODE_PLANES + MAX_SCALE_PLANES;
@@ -41,6 +42,14 @@ fn float_type(tensor: &Tensor) -> Option<FloatType> {
     }
 }
 
+/// The block format of a tensor of raw ggml blocks.
+fn raw_format(tensor: &Tensor) -> Option<&'static RawFormat> {
+    match &tensor.layout {
+        Layout::GgmlRaw { ggml_type, .. } => raw::by_name(ggml_type),
+        _ => None,
+    }
+}
+
 pub(super) fn storage_error(tensor: &Tensor, expected: &'static str) -> GraphError {
     let layout = match &tensor.layout {
         Layout::RowMajor { dtype } => format!("row-major {dtype}"),
@@ -56,10 +65,15 @@ impl MatrixRef {
     pub(super) fn new(index: usize, expert: u64, tensor: &Tensor, geometry: &Geometry) -> Result<Self, GraphError> {
         let readable = match geometry {
             Geometry::Tiled(matrix) => matrix.spec.codes.len() <= MAX_CODE_PLANES,
-            Geometry::Rows { .. } => float_type(tensor).is_some() && tensor.shape.len() == 2,
+            Geometry::Rows { .. } => {
+                tensor.shape.len() == 2 && (float_type(tensor).is_some() || raw_format(tensor).is_some())
+            }
         };
         if !readable {
-            return Err(storage_error(tensor, "matrices in tile order and row-major f32, f16 and bf16"));
+            return Err(storage_error(
+                tensor,
+                "matrices in tile order, raw ggml blocks and row-major f32, f16 and bf16",
+            ));
         }
         Ok(Self { tensor: index, expert })
     }
@@ -79,6 +93,11 @@ impl MatrixRef {
                 }
                 let weight = TiledWeight::new(matrix, &planes[..count]);
                 Weight::Tiled(weight.expect("plane sizes were checked by Bundle::open"))
+            }
+            Geometry::Rows { rows, .. } if let Some(format) = raw_format(view.tensor) => {
+                let (n, k) = (*rows as usize, view.tensor.shape[1] as usize);
+                let raw = RawWeight::new(format, n, k, view.plane(0, self.expert));
+                Weight::Raw(raw.expect("plane sizes were checked by Bundle::open"))
             }
             Geometry::Rows { rows, .. } => {
                 let dtype = float_type(view.tensor).expect("the type was checked by MatrixRef::new");
