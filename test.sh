@@ -92,7 +92,12 @@ if [ $python = yes ]; then
         "$bin/vt-convert" .build/tiny/nvfp4 .build/tiny/bundle --quiet
         served=.build/tiny/bundle
     fi
-    VT_RUN=$bin/vt-run VT_BUNDLE=$served $venv/bin/python -m pytest --quiet tests/openai
+    export VT_RUN=$bin/vt-run VT_BUNDLE=$served
+    # With 8-bit activations a request computed beside others may differ in the last bits, and a sampled text with them;
+    # with f32 activations it is the same bit for bit, and that is what these tests hold it to.
+    together="alone_and_together or several_at_once"
+    $venv/bin/python -m pytest --quiet tests/openai -k "not ($together)"
+    VT_RUN_ARGS="--activations f32" $venv/bin/python -m pytest --quiet tests/openai -k "$together"
 fi
 
 say "All of it holds"
