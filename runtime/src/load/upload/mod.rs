@@ -4,7 +4,9 @@
 //! submitted, the device hashes the group's leaves behind them while the next chunks arrive. Only the 32-byte chaining
 //! values come back, and are compared with the manifest's. Nothing is resident on the host but the ring.
 //!
-//!     files --(readers: pread | O_DIRECT | mapping)--> ring --(copy engine)--> arena --(hash kernel)--> values == manifest
+//! ```text
+//! files --(readers: pread | O_DIRECT | mapping)--> ring --(copy engine)--> arena --(hash kernel)--> values == manifest
+//! ```
 
 mod options;
 mod ring;
