@@ -102,7 +102,7 @@ fn rows(checkpoint: &Checkpoint, tensor: usize, cold: &Cold) -> Option<Entry> {
         return None;
     }
     let data = Slice { tensor, offset: 0, len: t.len };
-    let storage = Storage::Rows { dtype: manifest_name(dtype), shape: t.shape.clone(), data };
+    let storage = Storage::Rows { dtype: dtype.manifest_name(), shape: t.shape.clone(), data };
     let mut entry = Entry::new(t.name.clone(), t.name.clone(), storage);
     // Integers are no weights of a text model; they are position tables and counters.
     let is_float = matches!(dtype, PlainDtype::F16 | PlainDtype::Bf16 | PlainDtype::F32 | PlainDtype::F64);
@@ -194,27 +194,6 @@ fn codec_of(checkpoint: &Checkpoint, w: &ResolvedWeight) -> &'static dyn Codec {
         Encoding::Awq { bits, .. } => format!("int{bits}.awq.{scales}@1"),
     };
     codec::find(&name).expect("the resolver lets only combinations through that have a codec")
-}
-
-fn manifest_name(dtype: PlainDtype) -> &'static str {
-    match dtype {
-        PlainDtype::Bool => "bool",
-        PlainDtype::U8 => "u8",
-        PlainDtype::I8 => "i8",
-        PlainDtype::U16 => "u16",
-        PlainDtype::I16 => "i16",
-        PlainDtype::U32 => "u32",
-        PlainDtype::I32 => "i32",
-        PlainDtype::U64 => "u64",
-        PlainDtype::I64 => "i64",
-        PlainDtype::F8E4M3 => "f8_e4m3",
-        PlainDtype::F8E5M2 => "f8_e5m2",
-        PlainDtype::F8E8M0 => "f8_e8m0",
-        PlainDtype::F16 => "f16",
-        PlainDtype::Bf16 => "bf16",
-        PlainDtype::F32 => "f32",
-        PlainDtype::F64 => "f64",
-    }
 }
 
 /// KV-cache scales by layer; attention modules outside a numbered layer have no place in the manifest.
