@@ -28,8 +28,8 @@ pub struct Cli {
     pub verify: bool,
 
     /// Worker threads; 0 for one per core.
-    #[arg(long, value_name = "N", default_value_t = 0, env = "VT_THREADS")]
-    pub threads: usize,
+    #[arg(long, value_name = "N", default_value_t = 0, value_parser = clap::value_parser!(u16).range(..=1024), env = "VT_THREADS")]
+    pub threads: u16,
 
     /// Bound on anonymous memory, such as 512M or 2G.
     #[arg(long, value_name = "SIZE", default_value = "1G", value_parser = parse_size, env = "VT_MAX_MEMORY")]
@@ -68,7 +68,7 @@ impl Cli {
         Options {
             input: self.input.clone(),
             output: self.output.clone(),
-            threads: self.threads,
+            threads: usize::from(self.threads),
             max_memory: self.max_memory,
             overwrite: self.overwrite,
             resume: !self.no_resume,
