@@ -23,6 +23,12 @@ pub enum OpenError {
     /// A GGUF file is invalid.
     #[error(transparent)]
     Gguf(#[from] GgufError),
+    /// The input is a pipe, a device or a socket.
+    #[error("{}: neither a file nor a folder; give a folder of safetensors or a GGUF file", path.display())]
+    NotAFile {
+        /// The input.
+        path: PathBuf,
+    },
     /// The input does not exist or cannot be read.
     #[error("{}: {source}", path.display())]
     Io {
@@ -69,6 +75,11 @@ pub struct Opened {
 /// [`OpenError`].
 pub fn open(input: &Path, choices: Choices) -> Result<Opened, OpenError> {
     let io = |source| OpenError::Io { path: input.to_owned(), source };
+    // Opening a pipe without a writer would wait for ever.
+    let kind = std::fs::metadata(input).map_err(io)?;
+    if !kind.is_file() && !kind.is_dir() {
+        return Err(OpenError::NotAFile { path: input.to_owned() });
+    }
     let target = if input.is_dir() {
         only_gguf(input).map_err(io)?
     } else {

@@ -415,6 +415,11 @@ impl Leaves {
 }
 
 fn open(path: &Path) -> Result<File, BundleError> {
+    // Opening a pipe without a writer would wait for ever.
+    if std::fs::metadata(path).is_ok_and(|m| !m.is_file()) {
+        let source = std::io::Error::new(std::io::ErrorKind::InvalidInput, "not a regular file");
+        return Err(BundleError::Io { path: path.to_owned(), source });
+    }
     File::open(path).map_err(|source| match source.kind() {
         std::io::ErrorKind::NotFound => BundleError::Missing { path: path.to_owned() },
         _ => BundleError::Io { path: path.to_owned(), source },
