@@ -245,6 +245,33 @@ impl TiledMatrix {
         }
     }
 
+    /// Padded row (for a block, its first one) and element along K of the `i`-th element of a scale plane: the inverse
+    /// of [`TiledMatrix::scale_index`].
+    pub fn scale_place(&self, plane: &ScalePlane, i: u64) -> (u64, u64) {
+        let order = plane.order();
+        match plane.span {
+            Span::Group | Span::Super(_) => {
+                let width = self.padded_n();
+                (order.column((i % width) as usize) as u64, i / width)
+            }
+            Span::Channel => (order.column(i as usize) as u64, 0),
+            Span::Part => (self.parts[i as usize].start, 0),
+            Span::Block => {
+                let columns = self.scale_columns(plane);
+                let (mut block_row, column) = (i / columns, i % columns);
+                for part in &self.parts {
+                    let rows = self.block_rows(part);
+                    if block_row < rows {
+                        return (part.start + block_row * self.block[0], column);
+                    }
+                    block_row -= rows;
+                }
+                // Beyond the plane; callers stay within `plane_bytes`.
+                (0, column)
+            }
+        }
+    }
+
     /// Byte offset of a tile within a code plane.
     pub fn tile_offset(&self, plane: &CodePlane, tile_k: u64, tile_n: u64) -> u64 {
         (tile_k * self.tiles_n() + tile_n) * plane.tile_bytes() as u64

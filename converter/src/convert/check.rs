@@ -179,14 +179,7 @@ fn scales(matrix: &TiledMatrix, from: &From<'_>, index: usize, start: u64, bytes
     for (i, element) in bytes.chunks_exact_mut(size).enumerate() {
         let Some((found, expected)) = fault(plane.dtype, element) else { continue };
         let i = start / size as u64 + i as u64;
-        let width = matrix.padded_n();
-        // Only groups have a place along K that a message can name; the rest is named by its tensor.
-        let (row, column) = match plane.span {
-            Span::Group | Span::Super(_) => (plane.order().column((i % width) as usize) as u64, i / width),
-            Span::Channel => (i, 0),
-            Span::Part => (matrix.parts[i as usize].start, 0),
-            Span::Block => (block_row(matrix, i / matrix.scale_columns(plane)), i % matrix.scale_columns(plane)),
-        };
+        let (row, column) = matrix.scale_place(plane, i);
         let at = matrix.part_of(row);
         let (part, entry) = (&from.parts[at], &from.entries[at]);
         let within = (row - matrix.parts[at].start) as usize;
@@ -200,17 +193,6 @@ fn scales(matrix: &TiledMatrix, from: &From<'_>, index: usize, start: u64, bytes
         return Err(error(from.checkpoint, input_of(entry, 1 + index), (source_row as u64, column), found, expected));
     }
     Ok(())
-}
-
-fn block_row(matrix: &TiledMatrix, mut row: u64) -> u64 {
-    for part in &matrix.parts {
-        let rows = matrix.block_rows(part);
-        if row < rows {
-            return part.start + row * matrix.block[0];
-        }
-        row -= rows;
-    }
-    0
 }
 
 fn codes_are_zero(part: &PartSource<'_>, row: usize, group: usize) -> bool {

@@ -91,17 +91,10 @@ impl Block<'_> {
 fn elements(matrix: &TiledMatrix, parts: &[PartSource<'_>], index: usize, start: u64, out: &mut [u8]) {
     let plane = &matrix.spec.scales[index];
     let size = plane.dtype.bytes();
-    let width = matrix.padded_n();
-    let order = plane.order();
     let first = start / size as u64;
     for (i, element) in out.chunks_exact_mut(size).enumerate() {
         let i = first + i as u64;
-        let (row, column) = match plane.span {
-            Span::Group | Span::Super(_) => (order.column((i % width) as usize) as u64, i / width),
-            Span::Channel => (order.column(i as usize) as u64, 0),
-            Span::Part => (matrix.parts[i as usize].start, 0),
-            Span::Block => block_element(matrix, i, matrix.scale_columns(plane)),
-        };
+        let (row, column) = matrix.scale_place(plane, i);
         let at = matrix.part_of(row);
         let (place, source) = (&matrix.parts[at], &parts[at]);
         let within = row - place.start;
@@ -111,18 +104,4 @@ fn elements(matrix: &TiledMatrix, parts: &[PartSource<'_>], index: usize, start:
             element.fill(0);
         }
     }
-}
-
-/// First padded row and column of the `i`-th element of a block plane.
-fn block_element(matrix: &TiledMatrix, i: u64, columns: u64) -> (u64, u64) {
-    let (mut block_row, column) = (i / columns, i % columns);
-    for part in &matrix.parts {
-        let rows = matrix.block_rows(part);
-        if block_row < rows {
-            return (part.start + block_row * matrix.block[0], column);
-        }
-        block_row -= rows;
-    }
-    // Beyond the plane; callers stay within `plane_bytes`.
-    (0, column)
 }
