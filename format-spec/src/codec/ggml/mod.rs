@@ -19,63 +19,40 @@ pub use fp4::{half_e8m0, half_ue4m3};
 use super::{Band, Codec, MatrixShape};
 use crate::encoding::{EncodingSpec, MAX_SCALE_PLANES, Span};
 
-/// Encodings of this family.
-pub(crate) const SPECS: &[&EncodingSpec] = &[
-    legacy::Q4_0.spec,
-    legacy::Q4_1.spec,
-    legacy::Q5_0.spec,
-    legacy::Q5_1.spec,
-    legacy::Q8_0.spec,
-    kquants::Q2_K.spec,
-    kquants::Q3_K.spec,
-    kquants::Q4_K.spec,
-    kquants::Q5_K.spec,
-    kquants::Q6_K.spec,
-    iq4::IQ4_NL.spec,
-    iq4::IQ4_XS.spec,
-    fp4::MXFP4.spec,
-    fp4::NVFP4.spec,
-];
+/// The tables of this family from one list of its formats.
+macro_rules! family {
+    ($($format:path),+ $(,)?) => {
+        /// Encodings of this family.
+        pub(crate) const SPECS: &[&EncodingSpec] = &[$($format.spec),+];
 
-/// Codecs of this family.
-pub const CODECS: &[&dyn Codec] = &[
-    &legacy::Q4_0,
-    &legacy::Q4_1,
-    &legacy::Q5_0,
-    &legacy::Q5_1,
-    &legacy::Q8_0,
-    &kquants::Q2_K,
-    &kquants::Q3_K,
-    &kquants::Q4_K,
-    &kquants::Q5_K,
-    &kquants::Q6_K,
-    &iq4::IQ4_NL,
-    &iq4::IQ4_XS,
-    &fp4::MXFP4,
-    &fp4::NVFP4,
-];
+        /// Codecs of this family.
+        pub const CODECS: &[&dyn Codec] = &[$(&$format),+];
+
+        const FORMATS: &[&BlockFormat] = &[$(&$format),+];
+    };
+}
+
+family!(
+    legacy::Q4_0,
+    legacy::Q4_1,
+    legacy::Q5_0,
+    legacy::Q5_1,
+    legacy::Q8_0,
+    kquants::Q2_K,
+    kquants::Q3_K,
+    kquants::Q4_K,
+    kquants::Q5_K,
+    kquants::Q6_K,
+    iq4::IQ4_NL,
+    iq4::IQ4_XS,
+    fp4::MXFP4,
+    fp4::NVFP4,
+);
 
 /// The tiled format of a ggml type by its on-disk id; `None` if the type is kept as raw blocks, or is no block type.
 pub fn tiled(ggml_type: u32) -> Option<&'static BlockFormat> {
     FORMATS.iter().copied().find(|f| f.ggml_type == ggml_type)
 }
-
-const FORMATS: &[&BlockFormat] = &[
-    &legacy::Q4_0,
-    &legacy::Q4_1,
-    &legacy::Q5_0,
-    &legacy::Q5_1,
-    &legacy::Q8_0,
-    &kquants::Q2_K,
-    &kquants::Q3_K,
-    &kquants::Q4_K,
-    &kquants::Q5_K,
-    &kquants::Q6_K,
-    &iq4::IQ4_NL,
-    &iq4::IQ4_XS,
-    &fp4::MXFP4,
-    &fp4::NVFP4,
-];
 
 /// Scale elements of one block, per plane of the spec, as stored.
 type BlockScales<'a> = [&'a [u8]; MAX_SCALE_PLANES];
