@@ -1,10 +1,9 @@
 //! BLAKE3 of an image on the device: launches of `cuda/blake3.cu`.
 
-use super::error::{Named, check_range};
+use super::error::check_range;
+use super::module::{Function, Module, arguments};
 use super::stream::Event;
 use super::{CudaContext, CudaError, CudaStream, DeviceMemory, StagingBuffer};
-use cudarc::driver::{result, sys};
-use std::ffi::c_void;
 use std::sync::Arc;
 use vt_bundle::hash::{Digest, LEAF_BYTES, leaf_count};
 
@@ -17,14 +16,8 @@ const SHARED_BYTES: u32 = 1024 * 32 + 8 * 2 * 32 * 80;
 #[derive(Debug)]
 pub struct LeafHasher {
     stream: CudaStream,
-    module: sys::CUmodule,
-    function: sys::CUfunction,
+    function: Function,
 }
-
-// SAFETY: modules and functions may be used from any thread; the driver locks inside.
-unsafe impl Send for LeafHasher {}
-// SAFETY: as above.
-unsafe impl Sync for LeafHasher {}
 
 impl LeafHasher {
     /// Loads the kernel.
@@ -33,15 +26,8 @@ impl LeafHasher {
     /// [`CudaError::NotBuilt`] or [`CudaError::NoKernelImage`] where there is none for the device.
     pub fn new(context: &Arc<CudaContext>) -> Result<Self, CudaError> {
         let stream = CudaStream::new(context)?;
-        let module = context.load_module("blake3")?;
-        // SAFETY: the module is loaded and of this context.
-        let function = unsafe { result::module::get_function(module, c"vt_blake3_leaves".to_owned()) };
-        let hasher = Self { stream, module, function: function.named("cuModuleGetFunction")? };
-        let limit = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-        // SAFETY: the function is of this context.
-        unsafe { result::function::set_function_attribute(hasher.function, limit, SHARED_BYTES as i32) }
-            .named("cuFuncSetAttribute")?;
-        Ok(hasher)
+        let function = Module::load(context, "blake3")?.function(c"vt_blake3_leaves", SHARED_BYTES)?;
+        Ok(Self { stream, function })
     }
 
     /// The stream that the kernel runs in.
@@ -88,39 +74,19 @@ impl LeafHasher {
         let segment_leaves = segment_bytes / LEAF_BYTES;
         let data = memory.address();
         let values = table.device_address()? + first * 32;
-        let mut arguments: [*mut c_void; 5] = [
-            (&raw const data).cast_mut().cast(),
-            (&raw const bytes).cast_mut().cast(),
-            (&raw const first).cast_mut().cast(),
-            (&raw const segment_leaves).cast_mut().cast(),
-            (&raw const values).cast_mut().cast(),
-        ];
-        if count > 0 {
-            // SAFETY: the arguments have the kernel's types in its order and are copied by the call; the kernel reads inside
-            // `bytes` and writes `count` entries, both checked; `PendingLeaves` keeps the memory until the kernel is done.
-            unsafe {
-                result::launch_kernel(
-                    self.function,
-                    (count, 1, 1),
-                    (THREADS, 1, 1),
-                    SHARED_BYTES,
-                    self.stream.stream,
-                    &mut arguments,
-                )
-            }
-            .named("cuLaunchKernel")?;
-        }
+        // SAFETY: the arguments have the kernel's types in its order; the kernel reads inside `bytes` and writes `count`
+        // entries, both checked; `PendingLeaves` keeps the memory until the kernel is done.
+        unsafe {
+            self.function.launch(
+                &self.stream,
+                [count, 1, 1],
+                [THREADS, 1, 1],
+                SHARED_BYTES,
+                &mut arguments![data, bytes, first, segment_leaves, values],
+            )
+        }?;
         event.record(&self.stream)?;
         Ok(PendingLeaves { event, _memory: Arc::clone(memory), table: Arc::clone(table), first, count })
-    }
-}
-
-impl Drop for LeafHasher {
-    fn drop(&mut self) {
-        if self.stream.synchronize().is_ok() {
-            // SAFETY: loaded in `new`; nothing of it is running.
-            let _ = unsafe { result::module::unload(self.module) };
-        }
     }
 }
 

@@ -10,6 +10,8 @@ mod context;
 mod error;
 mod leaves;
 mod memory;
+// Every family of kernels but the hash uses it.
+mod module;
 mod stream;
 
 pub use context::{CudaContext, DeviceAttributes, MemoryInfo, device_count, device_memory, driver_version};
