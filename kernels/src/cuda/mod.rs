@@ -7,18 +7,24 @@
 //! machines without one. Kernels come from [`FATBINS`], which is empty when no nvcc was found at build time.
 
 mod context;
+pub mod elementwise;
 mod error;
+mod graph;
 mod leaves;
 mod memory;
 // Every family of kernels but the hash uses it.
 mod module;
+pub mod norm;
 mod stream;
+mod transfer;
 
 pub use context::{CudaContext, DeviceAttributes, MemoryInfo, device_count, device_memory, driver_version};
 pub use error::CudaError;
+pub use graph::CudaGraph;
 pub use leaves::{LeafHasher, PendingLeaves};
 pub use memory::{DeviceMemory, StagingBuffer};
 pub use stream::{CudaStream, PendingUpload, UploadRange};
+pub use transfer::{Inbox, Outbox};
 
 /// Compiled kernels by the name of their source, as the build script found a compiler.
 pub const FATBINS: &[(&str, &[u8])] = include!(concat!(env!("OUT_DIR"), "/fatbins.rs"));

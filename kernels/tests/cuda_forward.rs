@@ -1,0 +1,359 @@
+//! The kernels between the products of a layer against the operators of the CPU, on a device (`VT_TEST_CUDA=1`).
+
+#![allow(clippy::unwrap_used)]
+
+mod common;
+
+use common::Random;
+use half::{bf16, f16};
+use std::sync::Arc;
+use vt_kernels::activation::{self, Gate};
+use vt_kernels::cuda::elementwise::{Columns, ElementwiseKernels, Placing};
+use vt_kernels::cuda::norm::{HeadRows, NormKernels};
+use vt_kernels::cuda::{CudaContext, CudaGraph, CudaStream, DeviceMemory, Inbox, Outbox};
+use vt_kernels::norm::{rms_norm, rms_norm_heads};
+use vt_kernels::rope::{RopeScaling, Rotation, inverse_frequencies};
+use vt_kernels::{Context, FloatType};
+
+/// What no kernel may leave in a result, and what columns beside a result keep.
+const POISON: f32 = -7777.0;
+/// Half a unit in the last place of bf16, and what the order of f32 sums changes.
+const BF16: f32 = 1.0 / 256.0;
+
+struct Device {
+    context: Arc<CudaContext>,
+    stream: CudaStream,
+}
+
+impl Device {
+    /// `None`, which skips the test, unless the run asks for a device.
+    fn open() -> Option<Self> {
+        if std::env::var_os("VT_TEST_CUDA").is_none_or(|v| v != "1") {
+            eprintln!("SKIPPED: VT_TEST_CUDA=1 runs this on a device");
+            return None;
+        }
+        let context = CudaContext::new(0).unwrap();
+        let stream = CudaStream::new(&context).unwrap();
+        Some(Self { context, stream })
+    }
+
+    fn bytes(&self, bytes: &[u8]) -> DeviceMemory {
+        let memory = DeviceMemory::new(&self.context, bytes.len() as u64, "test").unwrap();
+        memory.write(0, bytes).unwrap();
+        memory
+    }
+
+    fn floats(&self, values: &[f32]) -> DeviceMemory {
+        self.bytes(&values.iter().flat_map(|v| v.to_le_bytes()).collect::<Vec<_>>())
+    }
+
+    fn halves(&self, values: &[f32]) -> DeviceMemory {
+        self.bytes(&values.iter().flat_map(|v| bf16::from_f32(*v).to_le_bytes()).collect::<Vec<_>>())
+    }
+
+    fn words(&self, values: &[u32]) -> DeviceMemory {
+        self.bytes(&values.iter().flat_map(|v| v.to_le_bytes()).collect::<Vec<_>>())
+    }
+
+    fn read_floats(&self, memory: &DeviceMemory) -> Vec<f32> {
+        self.stream.synchronize().unwrap();
+        let mut bytes = vec![0; memory.len() as usize];
+        memory.read(0, &mut bytes).unwrap();
+        bytes.as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b)).collect()
+    }
+
+    fn read_halves(&self, memory: &DeviceMemory) -> Vec<f32> {
+        self.stream.synchronize().unwrap();
+        let mut bytes = vec![0; memory.len() as usize];
+        memory.read(0, &mut bytes).unwrap();
+        bytes.as_chunks::<2>().0.iter().map(|b| bf16::from_le_bytes(*b).to_f32()).collect()
+    }
+}
+
+fn rounded(values: Vec<f32>) -> Vec<f32> {
+    values.into_iter().map(|v| bf16::from_f32(v).to_f32()).collect()
+}
+
+/// Every element within `tolerance` of its own magnitude, or of `floor`.
+fn assert_near(what: &str, got: &[f32], expected: &[f32], tolerance: f32, floor: f32) {
+    assert_eq!(got.len(), expected.len(), "{what}");
+    for (i, (g, e)) in got.iter().zip(expected).enumerate() {
+        let limit = tolerance * e.abs().max(floor);
+        assert!((g - e).abs() <= limit, "{what}: element {i} is {g}, expected {e}");
+    }
+}
+
+#[test]
+fn norms_of_rows() {
+    let Some(device) = Device::open() else { return };
+    let kernels = NormKernels::new(&device.context).unwrap();
+    let (cx, mut random) = (Context::new(2).unwrap(), Random(11));
+    for (tokens, width) in [(1, 4096), (3, 37), (65, 576), (7, 1152), (2, 8192), (5, 64), (1, 4)] {
+        let (x, weight) = (random.activations(tokens * width), random.activations(width));
+        let mut expected = vec![0.0; x.len()];
+        rms_norm(&cx, &x, &weight, 1e-5, &mut expected);
+        let (input, weights) = (device.floats(&x), device.floats(&weight));
+        let out = device.halves(&vec![POISON; x.len()]);
+        let run = |rows: Option<u64>, count, out: &DeviceMemory| {
+            kernels
+                .rms_norm(&device.stream, input.address(), rows, count, width, weights.address(), 1e-5, out.address())
+                .unwrap();
+        };
+        run(None, tokens, &out);
+        assert_near("all rows", &device.read_halves(&out), &expected, BF16, 1e-3);
+
+        let order: Vec<u32> = (0..tokens as u32).rev().step_by(2).collect();
+        let (rows, out) = (device.words(&order), device.halves(&vec![POISON; order.len() * width]));
+        run(Some(rows.address()), order.len(), &out);
+        let chosen: Vec<f32> =
+            order.iter().flat_map(|&row| &expected[row as usize * width..][..width]).copied().collect();
+        assert_near("chosen rows", &device.read_halves(&out), &chosen, BF16, 1e-3);
+    }
+}
+
+#[test]
+fn norms_that_end_a_block() {
+    let Some(device) = Device::open() else { return };
+    let kernels = NormKernels::new(&device.context).unwrap();
+    let (cx, mut random) = (Context::new(2).unwrap(), Random(12));
+    for (tokens, width) in [(1, 640), (9, 37), (33, 1152)] {
+        let [block, stream] = [0, 1].map(|_| random.activations(tokens * width));
+        let [post, next] = [0, 1].map(|_| random.activations(width));
+        let mut expected = vec![0.0; block.len()];
+        rms_norm(&cx, &block, &post, 1e-6, &mut expected);
+        activation::add(&cx, &mut expected, &stream);
+        let mut normed = vec![0.0; block.len()];
+        rms_norm(&cx, &expected, &next, 1e-6, &mut normed);
+        let [block, post, next] = [&block, &post, &next].map(|v| device.floats(v));
+        for with_next in [true, false] {
+            let (residual, out) = (device.floats(&stream), device.halves(&vec![POISON; normed.len()]));
+            let then = with_next.then(|| (next.address(), out.address()));
+            kernels
+                .post_norm_add(
+                    &device.stream,
+                    block.address(),
+                    post.address(),
+                    residual.address(),
+                    then,
+                    tokens,
+                    width,
+                    1e-6,
+                )
+                .unwrap();
+            assert_near("residual", &device.read_floats(&residual), &expected, 1e-5, 1e-2);
+            let poison = vec![bf16::from_f32(POISON).to_f32(); normed.len()];
+            let expected = if with_next { &normed } else { &poison };
+            assert_near("next norm", &device.read_halves(&out), expected, BF16, 1e-2);
+        }
+    }
+}
+
+#[test]
+fn heads_are_normed_and_rotated() {
+    let Some(device) = Device::open() else { return };
+    let kernels = NormKernels::new(&device.context).unwrap();
+    let (cx, mut random) = (Context::new(2).unwrap(), Random(13));
+    let yarn = RopeScaling::Yarn {
+        factor: 4.0,
+        beta_fast: 32.0,
+        beta_slow: 1.0,
+        original_context: 4096.0,
+        attention_factor: None,
+        truncate: true,
+    };
+    for (queries, keys, dim, rotary, scaling, normed) in [
+        (8, 2, 128, 128, RopeScaling::None, true),
+        (3, 3, 64, 64, RopeScaling::Linear { factor: 2.0 }, false),
+        (4, 1, 256, 256, yarn, true),
+        (2, 1, 80, 20, RopeScaling::None, true),
+        (2, 1, 12, 6, RopeScaling::None, false),
+        (1, 1, 512, 512, RopeScaling::None, true),
+    ] {
+        let (tokens, gap) = (11, 8);
+        let (q_at, k_at) = (gap, 2 * gap + queries * dim);
+        let stride = k_at + keys * dim + gap;
+        let x = rounded(random.activations(tokens * stride));
+        let [q_norm, k_norm] = [0, 1].map(|_| random.activations(dim));
+        let positions: Vec<u32> = (0..tokens as u32).map(|t| t * t * 997).collect();
+        let (inv_freq, factor) = inverse_frequencies(10_000.0, rotary, &scaling);
+
+        let mut expected = x.clone();
+        if normed {
+            rms_norm_heads(&cx, &mut expected, stride, q_at, queries, &q_norm, 1e-6);
+            rms_norm_heads(&cx, &mut expected, stride, k_at, keys, &k_norm, 1e-6);
+        }
+        let mut rotation = Rotation::default();
+        rotation.load(&inv_freq, factor, positions.iter().map(|&p| p as usize));
+        rotation.apply(&cx, &mut expected, stride, q_at, queries, dim);
+        rotation.apply(&cx, &mut expected, stride, k_at, keys, dim);
+
+        let half = rotary / 2;
+        let (rows, at, frequencies) = (device.halves(&x), device.words(&positions), device.floats(&inv_freq));
+        let angles = device.floats(&vec![POISON; tokens * half * 2]);
+        kernels
+            .rotations(&device.stream, at.address(), frequencies.address(), factor, half, tokens, angles.address())
+            .unwrap();
+        let (q_weight, k_weight) = (device.floats(&q_norm), device.floats(&k_norm));
+        let arguments = HeadRows {
+            x: rows.address(),
+            stride,
+            queries: (q_at, queries),
+            keys: (k_at, keys),
+            dim,
+            norms: normed.then(|| (q_weight.address(), k_weight.address())),
+            eps: 1e-6,
+            angles: angles.address(),
+            half,
+        };
+        kernels.heads(&device.stream, &arguments, tokens).unwrap();
+        // A rotated element is a difference of two, so that its error is of their magnitude.
+        assert_near("heads", &device.read_halves(&rows), &expected, BF16, 0.5);
+        assert!(kernels.heads(&device.stream, &HeadRows { stride: stride - 2 * gap, ..arguments }, 1).is_err());
+    }
+}
+
+#[test]
+fn embeddings_of_floats() {
+    let Some(device) = Device::open() else { return };
+    let kernels = ElementwiseKernels::new(&device.context).unwrap();
+    let mut random = Random(14);
+    for (dtype, width, scale) in [
+        (FloatType::F32, 576, 1.0),
+        (FloatType::F16, 37, 6.0),
+        (FloatType::Bf16, 4096, 1.0),
+        (FloatType::Bf16, 640, 25.3),
+    ] {
+        let rows = 40;
+        let values = random.activations(rows * width);
+        let bytes: Vec<u8> = match dtype {
+            FloatType::F32 => values.iter().flat_map(|v| v.to_le_bytes()).collect(),
+            FloatType::F16 => values.iter().flat_map(|v| f16::from_f32(*v).to_le_bytes()).collect(),
+            FloatType::Bf16 => values.iter().flat_map(|v| bf16::from_f32(*v).to_le_bytes()).collect(),
+        };
+        let ids: Vec<u32> = (0..23).map(|_| random.below(rows) as u32).collect();
+        let mut expected = Vec::new();
+        for id in &ids {
+            let row = *id as usize * width..(*id as usize + 1) * width;
+            expected.extend(row.map(|i| dtype.get(&bytes, i) * scale));
+        }
+        let (table, tokens) = (device.bytes(&bytes), device.words(&ids));
+        let out = device.floats(&vec![POISON; expected.len()]);
+        let (count, table) = (ids.len(), table.address());
+        kernels
+            .embed_floats(&device.stream, tokens.address(), count, table, dtype, width, scale, out.address())
+            .unwrap();
+        assert_eq!(device.read_floats(&out), expected);
+
+        let widened = device.floats(&vec![POISON; width]);
+        kernels.widen(&device.stream, table, dtype, 1.0, widened.address(), width).unwrap();
+        let expected: Vec<f32> = (0..width).map(|i| dtype.get(&bytes, i) + 1.0).collect();
+        assert_eq!(device.read_floats(&widened), expected);
+    }
+}
+
+#[test]
+fn gates_and_input_scales() {
+    let Some(device) = Device::open() else { return };
+    let kernels = ElementwiseKernels::new(&device.context).unwrap();
+    let (cx, mut random) = (Context::new(2).unwrap(), Random(15));
+    for (rows, width, gap) in [(1, 12288, 0), (5, 37, 3), (130, 768, 64), (3, 2056, 8)] {
+        for gate in [Gate::Silu, Gate::GeluTanh] {
+            let (gate_at, up_at) = (gap, 2 * gap + width);
+            let stride = up_at + width + gap;
+            let x = rounded(random.activations(rows * stride));
+            let mut expected = vec![0.0; rows * width];
+            activation::gated(&cx, gate, &x, stride, gate_at, up_at, width, &mut expected);
+            let (input, out) = (device.halves(&x), device.halves(&vec![POISON; expected.len()]));
+            kernels
+                .gated(&device.stream, gate, input.address(), rows, stride, gate_at, up_at, width, out.address())
+                .unwrap();
+            assert_near("gate", &device.read_halves(&out), &expected, BF16, 1e-3);
+        }
+        let (x, scale) = (rounded(random.activations(rows * width)), random.activations(width));
+        let expected: Vec<f32> = x.iter().enumerate().map(|(i, v)| v * scale[i % width]).collect();
+        let (input, factors) = (device.halves(&x), device.floats(&scale));
+        let out = device.halves(&vec![POISON; expected.len()]);
+        kernels.scale_inputs(&device.stream, input.address(), factors.address(), rows, width, out.address()).unwrap();
+        assert_near("input scale", &device.read_halves(&out), &expected, BF16, 1e-6);
+    }
+}
+
+#[test]
+fn columns_find_their_place() {
+    let Some(device) = Device::open() else { return };
+    let kernels = ElementwiseKernels::new(&device.context).unwrap();
+    let mut random = Random(16);
+    let (rows, width, from_stride, to_stride) = (7, 301, 320, 611);
+    let x = random.activations(rows * from_stride);
+    let bias = random.activations(width);
+    let (input, biases, factor) = (device.floats(&x), device.floats(&bias), device.floats(&[0.25]));
+    let from = Columns { address: input.address(), stride: from_stride, at: 5 };
+    for placing in [Placing::F32, Placing::Bf16, Placing::AddF32] {
+        for (scaled, biased) in [(false, false), (true, true)] {
+            let before = vec![2.0; rows * to_stride];
+            let mut expected = before.clone();
+            for row in 0..rows {
+                for i in 0..width {
+                    let value = x[row * from_stride + 5 + i] * if scaled { 0.25 } else { 1.0 };
+                    let value = value + if biased { bias[i] } else { 0.0 };
+                    let place = &mut expected[row * to_stride + 300 + i];
+                    *place = if placing == Placing::AddF32 { *place + value } else { value };
+                }
+            }
+            let out = if placing == Placing::Bf16 { device.halves(&before) } else { device.floats(&before) };
+            let to = Columns { address: out.address(), stride: to_stride, at: 300 };
+            let (scale, bias) = (scaled.then(|| factor.address()), biased.then(|| biases.address()));
+            kernels.place_columns(&device.stream, from, to, placing, rows, width, scale, bias).unwrap();
+            match placing {
+                Placing::Bf16 => assert_near("bf16", &device.read_halves(&out), &expected, BF16, 1e-3),
+                _ => assert_near("f32", &device.read_floats(&out), &expected, 1e-6, 1.0),
+            }
+        }
+    }
+}
+
+#[test]
+fn logits_are_capped_in_place() {
+    let Some(device) = Device::open() else { return };
+    let kernels = ElementwiseKernels::new(&device.context).unwrap();
+    let (cx, mut random) = (Context::new(2).unwrap(), Random(17));
+    let (rows, width, stride) = (3, 1000, 1024);
+    let x: Vec<f32> = random.activations(rows * stride).iter().map(|v| v * 40.0).collect();
+    let mut expected = x.clone();
+    for row in expected.chunks_exact_mut(stride) {
+        activation::soft_cap(&cx, &mut row[..width], 30.0);
+    }
+    let memory = device.floats(&x);
+    kernels.soft_cap(&device.stream, memory.address(), rows, stride, width, 30.0).unwrap();
+    assert_near("soft cap", &device.read_floats(&memory), &expected, 1e-5, 1e-2);
+}
+
+/// A recorded launch reads what memory holds when it is replayed, also what an outbox has just sent.
+#[test]
+fn graphs_replay_what_was_recorded() {
+    let Some(device) = Device::open() else { return };
+    let kernels = ElementwiseKernels::new(&device.context).unwrap();
+    let (input, out) = (device.floats(&[1.0, 2.0, 3.0]), device.floats(&[POISON; 3]));
+    let graph = CudaGraph::record(&device.stream, || {
+        kernels.widen(&device.stream, input.address(), FloatType::F32, 0.5, out.address(), 3)
+    });
+    let graph = graph.unwrap();
+    assert_eq!(graph.nodes(), 1);
+    assert_eq!(device.read_floats(&out), [POISON; 3], "recording does not run");
+    let (mut outbox, mut inbox) = (Outbox::new(&device.context, 12).unwrap(), Inbox::new(&device.context, 12).unwrap());
+    for round in 0..3u8 {
+        let values = [f32::from(round), 10.0, -1.0];
+        let bytes: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
+        outbox.bytes().unwrap().copy_from_slice(&bytes);
+        outbox.send(&device.stream, 12, input.address()).unwrap();
+        graph.replay(&device.stream).unwrap();
+        inbox.receive(&device.stream, out.address(), 12).unwrap();
+        let found: Vec<f32> = inbox.wait().unwrap().as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b)).collect();
+        assert_eq!(found, values.map(|v| v + 0.5));
+    }
+    // An error inside ends the recording, and the stream goes on.
+    let failed: Result<CudaGraph, _> = CudaGraph::record(&device.stream, || device.stream.synchronize());
+    assert!(failed.is_err());
+    graph.replay(&device.stream).unwrap();
+    device.stream.synchronize().unwrap();
+}
