@@ -17,7 +17,12 @@ use std::process::Command;
 use std::sync::Mutex;
 
 /// Every source below `cuda/`, without its suffix; the fatbin has that name (`load_module("blake3")`).
-const SOURCES: [&str; 1] = ["blake3"];
+const SOURCES: &[&str] = &[
+    "blake3",
+    // Between the products of a layer.
+    "forward/elementwise",
+    "forward/norm",
+];
 /// What a daily build targets: Hopper with its own instructions.
 const DAILY: &str = "90a";
 /// Ampere, Ada, Hopper, and the families of Blackwell, which cover GB10 and Thor.

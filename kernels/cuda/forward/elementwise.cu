@@ -3,7 +3,7 @@
 // Axes: T tokens, R rows of logits, K in-features, V rows of the head. Grids are (rows, columns): x has no limit that a step
 // could reach.
 
-#include "floats.cuh"
+#include "forward/floats.cuh"
 
 namespace {
 

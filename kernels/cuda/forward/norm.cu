@@ -3,7 +3,7 @@
 // Axes: T tokens, H heads, D elements of a head. A row is reduced by one thread block (a head by one warp) in an order that
 // depends on its width alone, so that a token's result does not depend on its neighbours.
 
-#include "floats.cuh"
+#include "forward/floats.cuh"
 
 namespace {
 
