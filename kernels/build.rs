@@ -22,6 +22,10 @@ const SOURCES: &[&str] = &[
     // Between the products of a layer.
     "forward/elementwise",
     "forward/norm",
+    // Attention, its cache, and what comes after the logits.
+    "attention/decode",
+    "attention/prefill",
+    "kv_cache/write",
 ];
 /// What a daily build targets: Hopper with its own instructions.
 const DAILY: &str = "90a";

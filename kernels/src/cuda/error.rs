@@ -51,6 +51,14 @@ pub enum CudaError {
         /// How much.
         bytes: u64,
     },
+    /// A launch that no kernel takes: a shape, a stride or an alignment.
+    #[error("{op}: the CUDA kernels do not take {what}")]
+    Unsupported {
+        /// The operator.
+        op: &'static str,
+        /// What was asked for.
+        what: String,
+    },
     /// Anything else that the driver says.
     #[error("{call}: {name}: {text}")]
     Call {
@@ -108,4 +116,9 @@ pub(super) fn check_range(what: &'static str, start: u64, len: u64, bytes: u64) 
         Some(end) if end <= bytes => Ok(()),
         end => Err(CudaError::OutOfRange { what, start, end: end.unwrap_or(u64::MAX), bytes }),
     }
+}
+
+/// Refuses a launch unless `condition` holds; `what` says what was asked for.
+pub(super) fn require(condition: bool, op: &'static str, what: impl FnOnce() -> String) -> Result<(), CudaError> {
+    if condition { Ok(()) } else { Err(CudaError::Unsupported { op, what: what() }) }
 }

@@ -6,10 +6,12 @@
 //! The driver library is loaded when [`CudaContext::new`] is first called, so that a binary with this module also starts on
 //! machines without one. Kernels come from [`FATBINS`], which is empty when no nvcc was found at build time.
 
+pub mod attention;
 mod context;
 pub mod elementwise;
 mod error;
 mod graph;
+pub mod kv_cache;
 mod leaves;
 mod memory;
 // Every family of kernels but the hash uses it.

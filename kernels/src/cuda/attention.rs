@@ -1,0 +1,366 @@
+//! Attention over the paged cache on the device: launches of `cuda/attention/`.
+//!
+//! Two kernels share a step. [`Attention::decode`] takes sequences with one token each, divides a long context over the
+//! device, and may be captured: lengths and block tables are read when it runs. [`Attention::prefill`] takes runs of tokens.
+//! A token's result depends on its sequence alone, bit for bit: neither on the rest of the batch nor, in prefill, on where
+//! the prompt was cut. The two kernels round differently, so whoever wants a prompt's bits not to depend on how it was cut
+//! gives all of its tokens to prefill, a last chunk of one token too.
+
+use super::error::{Named, require};
+use super::kv_cache::{CudaKvCache, CudaKvType, KvScales};
+use super::module::{Function, Module, arguments};
+use super::{CudaContext, CudaError, CudaStream};
+use crate::attention::AttentionShape;
+use crate::kv_cache::KvShape;
+use cudarc::driver::result;
+use std::ffi::CString;
+use std::sync::Arc;
+
+/// Threads of a block of both kernels.
+const THREADS: u32 = 128;
+/// Warps of a block.
+const WARPS: u32 = THREADS / 32;
+/// Head sizes that decode is compiled for, with the thread blocks that a multiprocessor holds for groups of up to 8 and of
+/// up to 16 query heads; others are padded up.
+const DECODE_DIMS: [(u32, [u32; 2]); 3] = [(64, [4, 3]), (128, [3, 2]), (256, [2, 1])];
+/// Head sizes that prefill is compiled for, with the rows of a tile.
+const PREFILL_DIMS: [(u32, u32); 4] = [(32, 128), (64, 128), (128, 128), (256, 64)];
+/// Most sequences of a decode launch: their chunks are counted in shared memory.
+pub const MAX_DECODE_SEQUENCES: usize = 4096;
+/// Chunks of a context that is not longer than 32 of the longest chunk; as in `cuda/attention/decode.cu`.
+const FEW_CHUNKS: usize = 32;
+/// Positions of the longest chunk.
+const LONGEST_CHUNK: usize = 1024;
+
+/// The sequences of a launch, in memory of the device, so that a captured launch serves every step.
+#[derive(Clone, Copy, Debug)]
+pub struct AttentionBatch {
+    /// Address of bf16 rows with the queries; a multiple of 16.
+    pub x: u64,
+    /// Elements from row to row of `x`; a multiple of 8, as is the next.
+    pub stride: usize,
+    /// Column of the queries `[H, D]`.
+    pub queries_at: usize,
+    /// Address of the result, bf16 `[T, H * D]`; a multiple of 16.
+    pub out: u64,
+    /// Elements from row to row of `out`; a multiple of 8.
+    pub out_stride: usize,
+    /// B.
+    pub sequences: usize,
+    /// Address of u32: for decode `[B]`, the row of each sequence's token; for prefill `[B + 1]`, where the rows of sequence
+    /// `i` are `starts[i] .. starts[i + 1]`.
+    pub starts: u64,
+    /// Address of u32 `[B]`: positions of each sequence in the cache, those of this step included. In decode 0 is a place
+    /// that no sequence takes: nothing is written for it.
+    pub lengths: u64,
+    /// Address of u32 `[B, table_stride]`: the blocks of each sequence, in order of position.
+    pub block_tables: u64,
+    /// Entries from sequence to sequence of `block_tables`.
+    pub table_stride: usize,
+}
+
+/// As in the sources; the scores of a layer.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct Scores {
+    log2_scale: f32,
+    cap: f32,
+    scale_over_cap: f32,
+}
+
+impl Scores {
+    fn new(shape: &AttentionShape, key_scale: f32) -> Self {
+        let (scale, log2_e) = (shape.scale * key_scale, std::f32::consts::LOG2_E);
+        match shape.soft_cap {
+            Some(cap) => Self { log2_scale: log2_e, cap, scale_over_cap: scale / cap },
+            None => Self { log2_scale: scale * log2_e, cap: 0.0, scale_over_cap: 0.0 },
+        }
+    }
+}
+
+/// As in `cuda/attention/decode.cu`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct Decode {
+    x: u64,
+    out: u64,
+    cache: u64,
+    rows: u64,
+    lengths: u64,
+    block_tables: u64,
+    counters: u64,
+    partial: u64,
+    stride: u32,
+    queries_at: u32,
+    out_stride: u32,
+    sequences: u32,
+    table_stride: u32,
+    kv_heads: u32,
+    group: u32,
+    dim: u32,
+    window: u32,
+    scores: Scores,
+    value_scale: f32,
+}
+
+/// As in `cuda/attention/prefill.cu`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct Prefill {
+    x: u64,
+    out: u64,
+    cache: u64,
+    starts: u64,
+    lengths: u64,
+    block_tables: u64,
+    stride: u32,
+    queries_at: u32,
+    out_stride: u32,
+    sequences: u32,
+    table_stride: u32,
+    kv_heads: u32,
+    group: u32,
+    dim: u32,
+    window: u32,
+    scores: Scores,
+    value_scale: f32,
+}
+
+/// Room that [`Attention::decode`] needs for partial results.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DecodeWorkspace {
+    sequences: usize,
+    max_context: usize,
+    counter_bytes: u64,
+    bytes: u64,
+}
+
+impl DecodeWorkspace {
+    /// For up to `sequences` sequences of up to `max_context` positions and `heads` query heads; `None` on overflow.
+    pub fn new(sequences: usize, max_context: usize, heads: usize, cache: &KvShape) -> Option<Self> {
+        let counter_bytes = (sequences.checked_mul(cache.kv_heads)?.checked_mul(4)?).next_multiple_of(256) as u64;
+        // A window may begin within a chunk, which makes one more.
+        let chunks = max_context.div_ceil(LONGEST_CHUNK).max(FEW_CHUNKS).checked_add(1)?;
+        let records = sequences.checked_mul(chunks)?.checked_mul(heads)?;
+        let bytes = records.checked_mul(cache.head_dim.checked_add(2)?)?.checked_mul(4)?;
+        let bytes = counter_bytes.checked_add(bytes as u64)?;
+        Some(Self { sequences, max_context, counter_bytes, bytes })
+    }
+
+    /// Bytes, of memory at a multiple of 256.
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+}
+
+/// The kernels, for one stored type and head size.
+#[derive(Debug)]
+pub struct Attention {
+    dtype: CudaKvType,
+    kv_heads: u32,
+    dim: u32,
+    heads: u32,
+    decode: Function,
+    decode_shared: u32,
+    /// Thread blocks of decode that the device holds at once.
+    decode_blocks: u32,
+    prefill: Function,
+    prefill_rows: u32,
+    prefill_shared: u32,
+}
+
+/// Largest number of query heads for one key/value head.
+const MAX_GROUP: usize = 16;
+
+impl Attention {
+    /// Loads the kernels for layers of `heads` query heads over a cache.
+    ///
+    /// # Errors
+    /// [`CudaError::Unsupported`] where the heads are no multiple of the cache's, or more than 16 share one;
+    /// [`CudaError::NotBuilt`] or [`CudaError::NoKernelImage`] where there are no kernels for the device.
+    pub fn new(context: &Arc<CudaContext>, heads: usize, cache: &CudaKvCache) -> Result<Self, CudaError> {
+        let op = "attention";
+        let KvShape { kv_heads, head_dim: dim, .. } = *cache.shape();
+        let group = heads / kv_heads.max(1);
+        let divides = kv_heads > 0 && heads.is_multiple_of(kv_heads) && group > 0 && group <= MAX_GROUP;
+        require(divides, op, || format!("{heads} query heads over {kv_heads} key/value heads"))?;
+        require(heads <= 65_535, op, || format!("{heads} query heads"))?;
+        let dim = dim as u32;
+        let padded = |dims: u32| dim <= dims;
+        let decode_dim = DECODE_DIMS.iter().find(|(dims, _)| padded(*dims));
+        let prefill_dim = PREFILL_DIMS.iter().find(|(dims, _)| padded(*dims));
+        let (Some((decode_dim, blocks)), Some((prefill_dim, rows))) = (decode_dim, prefill_dim) else {
+            return Err(CudaError::Unsupported { op, what: format!("heads of {dim} elements") });
+        };
+        let columns = if group <= 8 { 1 } else { 2 };
+        let name = |text: String| CString::new(text).map_err(|_| CudaError::NotBuilt);
+        let type_name = cache.dtype().name();
+
+        // Sums, maximum and weight of each warp and head; then the chunks of each sequence.
+        let merge = WARPS * 8 * columns * (decode_dim + 2) * 4;
+        let decode_name = name(format!("vt_decode_{type_name}_{decode_dim}_{columns}"))?;
+        let most = merge + 4 * (MAX_DECODE_SEQUENCES as u32 + 1);
+        let decode = Module::load(context, "attention/decode")?.function(&decode_name, most)?;
+        // Queries, a tile of keys and one of values, in rows padded by 16 bytes.
+        let prefill_shared = (rows + 64 + 64) * (prefill_dim * 2 + 16);
+        let prefill_name = name(format!("vt_prefill_{type_name}_{prefill_dim}"))?;
+        let prefill = Module::load(context, "attention/prefill")?.function(&prefill_name, prefill_shared)?;
+        Ok(Self {
+            dtype: cache.dtype(),
+            kv_heads: kv_heads as u32,
+            dim,
+            heads: heads as u32,
+            decode,
+            decode_shared: merge,
+            decode_blocks: context.attributes().multiprocessors * blocks[columns as usize - 1],
+            prefill,
+            prefill_rows: *rows,
+            prefill_shared,
+        })
+    }
+
+    /// Zeroes what must be zero before the first decode; every decode leaves it so.
+    ///
+    /// # Errors
+    /// [`CudaError::Call`].
+    pub fn clear(&self, stream: &CudaStream, workspace: &DecodeWorkspace, address: u64) -> Result<(), CudaError> {
+        stream.context().bind()?;
+        // SAFETY: the counters are the first bytes of a workspace, which the caller keeps.
+        unsafe { result::memset_d8_async(address, 0, workspace.counter_bytes as usize, stream.stream) }
+            .named("cuMemsetD8Async")
+    }
+
+    /// Attention of one token of each sequence. `workspace_at` is the address of `workspace`'s bytes, cleared once by
+    /// [`Attention::clear`] and used by one stream at a time; no length may exceed the workspace's context.
+    ///
+    /// # Errors
+    /// [`CudaError`].
+    #[expect(clippy::too_many_arguments, reason = "a launch: each is an argument of the kernel")]
+    pub fn decode(
+        &self,
+        stream: &CudaStream,
+        shape: &AttentionShape,
+        cache: &CudaKvCache,
+        layer: usize,
+        scales: KvScales,
+        batch: &AttentionBatch,
+        workspace: &DecodeWorkspace,
+        workspace_at: u64,
+    ) -> Result<(), CudaError> {
+        let op = "decode attention";
+        self.check(op, shape, cache, batch)?;
+        let sequences = batch.sequences;
+        let fits = sequences <= workspace.sequences && sequences <= MAX_DECODE_SEQUENCES;
+        require(fits, op, || format!("{sequences} sequences in a workspace of {}", workspace.sequences))?;
+        let parameters = Decode {
+            x: batch.x,
+            out: batch.out,
+            cache: cache.layer(layer)?,
+            rows: batch.starts,
+            lengths: batch.lengths,
+            block_tables: batch.block_tables,
+            counters: workspace_at,
+            partial: workspace_at + workspace.counter_bytes,
+            stride: batch.stride as u32,
+            queries_at: batch.queries_at as u32,
+            out_stride: batch.out_stride as u32,
+            sequences: sequences as u32,
+            table_stride: batch.table_stride as u32,
+            kv_heads: self.kv_heads,
+            group: self.heads / self.kv_heads,
+            dim: self.dim,
+            window: window(shape),
+            scores: Scores::new(shape, self.key_scale(scales)),
+            value_scale: self.value_scale(scales),
+        };
+        let chunks = workspace.max_context.div_ceil(LONGEST_CHUNK).max(FEW_CHUNKS) + 1;
+        let units = (sequences * chunks).saturating_mul(self.kv_heads as usize);
+        let blocks = units.min(self.decode_blocks as usize) as u32;
+        let shared = self.decode_shared + 4 * (sequences as u32 + 1);
+        // SAFETY: `Decode` is the kernel's parameter; what its addresses name is as large as the batch and the workspace
+        // say, and the caller keeps it.
+        unsafe { self.decode.launch(stream, [blocks, 1, 1], [THREADS, 1, 1], shared, &mut arguments![parameters]) }
+    }
+
+    /// Attention of runs of tokens, `tokens` in all (more is allowed, and costs empty thread blocks).
+    ///
+    /// # Errors
+    /// [`CudaError`].
+    #[expect(clippy::too_many_arguments, reason = "a launch: each is an argument of the kernel")]
+    pub fn prefill(
+        &self,
+        stream: &CudaStream,
+        shape: &AttentionShape,
+        cache: &CudaKvCache,
+        layer: usize,
+        scales: KvScales,
+        batch: &AttentionBatch,
+        tokens: usize,
+    ) -> Result<(), CudaError> {
+        let op = "prefill attention";
+        self.check(op, shape, cache, batch)?;
+        let group = self.heads / self.kv_heads;
+        let tokens_per_tile = (self.prefill_rows / group) as usize;
+        // Every sequence may end with a tile that is not full.
+        let tiles = (tokens / tokens_per_tile).saturating_add(batch.sequences);
+        require(tiles <= 65_535, op, || format!("{tokens} tokens of {} sequences", batch.sequences))?;
+        let parameters = Prefill {
+            x: batch.x,
+            out: batch.out,
+            cache: cache.layer(layer)?,
+            starts: batch.starts,
+            lengths: batch.lengths,
+            block_tables: batch.block_tables,
+            stride: batch.stride as u32,
+            queries_at: batch.queries_at as u32,
+            out_stride: batch.out_stride as u32,
+            sequences: batch.sequences as u32,
+            table_stride: batch.table_stride as u32,
+            kv_heads: self.kv_heads,
+            group,
+            dim: self.dim,
+            window: window(shape),
+            scores: Scores::new(shape, self.key_scale(scales)),
+            value_scale: self.value_scale(scales),
+        };
+        let grid = [self.kv_heads, if batch.sequences == 0 { 0 } else { tiles as u32 }, 1];
+        // SAFETY: as in `decode`.
+        unsafe { self.prefill.launch(stream, grid, [THREADS, 1, 1], self.prefill_shared, &mut arguments![parameters]) }
+    }
+
+    fn key_scale(&self, scales: KvScales) -> f32 {
+        if self.dtype == CudaKvType::E4m3 { scales.key } else { 1.0 }
+    }
+
+    fn value_scale(&self, scales: KvScales) -> f32 {
+        if self.dtype == CudaKvType::E4m3 { scales.value } else { 1.0 }
+    }
+
+    fn check(
+        &self,
+        op: &'static str,
+        shape: &AttentionShape,
+        cache: &CudaKvCache,
+        batch: &AttentionBatch,
+    ) -> Result<(), CudaError> {
+        let KvShape { kv_heads, head_dim, .. } = *cache.shape();
+        let same = shape.heads == self.heads as usize && cache.dtype() == self.dtype;
+        let same = same && (kv_heads as u32, head_dim as u32) == (self.kv_heads, self.dim);
+        require(same, op, || format!("{shape:?} over {:?} of {:?}", cache.dtype(), cache.shape()))?;
+        let width = shape.heads * head_dim;
+        let fits = batch.queries_at.checked_add(width).is_some_and(|end| end <= batch.stride);
+        let fits = fits && width <= batch.out_stride && batch.stride.max(batch.out_stride) <= u32::MAX as usize;
+        require(fits, op, || format!("{width} columns in rows of {} and {}", batch.stride, batch.out_stride))?;
+        let aligned = (batch.x | batch.out).is_multiple_of(16);
+        let aligned = aligned && (batch.stride | batch.queries_at | batch.out_stride).is_multiple_of(8);
+        require(aligned, op, || format!("rows that are not aligned to 16 bytes: {batch:?}"))?;
+        let counts = batch.sequences.max(batch.table_stride);
+        require(counts <= i32::MAX as usize, op, || format!("{} sequences", batch.sequences))
+    }
+}
+
+/// 0 where there is none, as the kernels want it.
+fn window(shape: &AttentionShape) -> u32 {
+    // A window longer than any sequence is none.
+    shape.window.map_or(0, |window| u32::try_from(window.max(1)).unwrap_or(0))
+}
