@@ -93,11 +93,7 @@ if [ $python = yes ]; then
         served=.build/tiny/bundle
     fi
     export VT_RUN=$bin/vt-run VT_BUNDLE=$served
-    # With 8-bit activations a request computed beside others may differ in the last bits, and a sampled text with them;
-    # with f32 activations it is the same bit for bit, and that is what these tests hold it to.
-    together="alone_and_together or several_at_once"
-    $venv/bin/python -m pytest --quiet tests/openai -k "not ($together)"
-    VT_RUN_ARGS="--activations f32" $venv/bin/python -m pytest --quiet tests/openai -k "$together"
+    $venv/bin/python -m pytest --quiet tests/openai
 fi
 
 say "All of it holds"

@@ -3,8 +3,11 @@
 //! Scores of up to 128 keys at a time, with the running maximum and sum of Milakov and Gimelshein's online softmax
 //! (arXiv 1805.02867), so that memory does not grow with the context. Everything is f32.
 //!
-//! Prompts are divided by tokens and heads. Where every sequence has few tokens, its keys are divided too, in chunks whose
-//! partial sums are merged in order: one token of one sequence still occupies all threads.
+//! Prompts are divided by tokens and heads. Where every sequence has few tokens, its keys are divided too: one token of one
+//! sequence still occupies all threads.
+//!
+//! A token's result does not depend on what else the step computes, bit for bit: chunks of keys begin at multiples of
+//! their length, each is summed up by itself, and the sums are merged in order, whoever computed them.
 
 use std::ops::Range;
 
@@ -132,11 +135,23 @@ impl Call<'_> {
                     kv_head: columns.start / (self.group * self.dim),
                 };
                 let rows = run.tokens * self.group;
-                let mut floats = vec![0.0; Partial::len(rows, self.dim)];
-                let mut partial = Partial::new(&mut floats, rows);
-                self.add(&run, self.visible_blocks(&run), &mut Vec::new(), &mut partial);
+                let length = Partial::len(rows, self.dim);
+                let mut floats = vec![0.0; 2 * length];
+                let (merged, one) = floats.split_at_mut(length);
+                let mut merged = Partial::new(merged, rows);
+                let mut buffers = Vec::new();
+                self.load_queries(&run, &mut buffers);
+                for (number, chunk) in chunks(self.visible_blocks(&run)).enumerate() {
+                    if number == 0 {
+                        self.sum_chunk(&run, chunk, &mut buffers, &mut merged);
+                    } else {
+                        let mut partial = Partial::new(one, rows);
+                        self.sum_chunk(&run, chunk, &mut buffers, &mut partial);
+                        self.merge(&mut merged, &partial);
+                    }
+                }
                 for t in 0..run.tokens {
-                    self.finish(&mut partial, t, block.row(run.row + t, columns.clone()));
+                    self.finish(&mut merged, t, block.row(run.row + t, columns.clone()));
                 }
             }
             first += sequence.tokens;
@@ -153,9 +168,7 @@ impl Call<'_> {
             for kv_head in 0..kv_heads {
                 let run = Run { row, position, tokens, block_table, kv_head };
                 let blocks = self.visible_blocks(&run);
-                for start in blocks.clone().step_by(CHUNK_BLOCKS) {
-                    pieces.push((run, start..(start + CHUNK_BLOCKS).min(blocks.end)));
-                }
+                pieces.extend(chunks(blocks).map(|chunk| (run, chunk)));
             }
             row += tokens;
         }
@@ -173,8 +186,9 @@ impl Call<'_> {
             .collect();
         cx.pool().rows(&mut units, 1, |_, share| {
             let mut buffers = Vec::new();
-            for (run, blocks, partial) in share {
-                self.add(run, blocks.clone(), &mut buffers, partial);
+            for (run, chunk, partial) in share {
+                self.load_queries(run, &mut buffers);
+                self.sum_chunk(run, chunk.clone(), &mut buffers, partial);
             }
         });
 
@@ -203,45 +217,48 @@ impl Call<'_> {
         self.first_visible(run.position) / BLOCK_LEN..(run.position + run.tokens).div_ceil(BLOCK_LEN)
     }
 
-    /// Adds a run's attention to some blocks of keys. `buffers` is room to work in, reused from call to call.
-    fn add(&self, run: &Run<'_>, blocks: Range<usize>, buffers: &mut Vec<f32>, partial: &mut Partial<'_>) {
+    /// Puts the scaled queries of a run at the beginning of `buffers`, and room for [`Self::sum_chunk`] behind them.
+    fn load_queries(&self, run: &Run<'_>, buffers: &mut Vec<f32>) {
         let (dim, group) = (self.dim, self.group);
         let rows = run.tokens * group;
         buffers.resize(rows * (dim + CHUNK_LEN) + BLOCK_LEN * dim, 0.0);
-        let (q, rest) = buffers.split_at_mut(rows * dim);
-        let (scores, widened) = rest.split_at_mut(rows * CHUNK_LEN);
+        let q = &mut buffers[..rows * dim];
         for (t, q) in q.chunks_exact_mut(group * dim).enumerate() {
             let at = (run.row + t) * self.stride + self.queries_at + run.kv_head * group * dim;
             q.copy_from_slice(&self.x[at..at + group * dim]);
         }
         simd::scale(self.isa, q, self.shape.scale);
+    }
 
-        let end = run.position + run.tokens;
-        for start in blocks.clone().step_by(CHUNK_BLOCKS) {
-            let chunk = start..(start + CHUNK_BLOCKS).min(blocks.end);
-            for (i, b) in chunk.clone().enumerate() {
-                let keys = self.cache.key_block(self.layer, run.kv_head, run.block_table[b] as usize);
-                let keys = widen(self.isa, keys, widened);
-                simd::scores(self.isa, q, keys, dim, &mut scores[i * BLOCK_LEN..], CHUNK_LEN);
-            }
-            for r in 0..rows {
-                let row = &mut scores[r * CHUNK_LEN..r * CHUNK_LEN + chunk.len() * BLOCK_LEN];
-                let sums = &mut partial.sums[r * dim..(r + 1) * dim];
-                self.weights(row, start * BLOCK_LEN, run.position + r / group, &mut partial.state[r], sums);
-            }
-            for (i, b) in chunk.enumerate() {
-                let values = self.cache.value_block(self.layer, run.kv_head, run.block_table[b] as usize);
-                // Slots beyond the sequence hold what an earlier owner left, which may be NaN: a weight of 0 is not enough.
-                let slots = (end - b * BLOCK_LEN).min(BLOCK_LEN);
-                let values = &widen(self.isa, values, widened)[..slots * dim];
-                simd::weighted_values(self.isa, &scores[i * BLOCK_LEN..], CHUNK_LEN, values, dim, partial.sums);
-            }
+    /// A run's attention to the blocks of one chunk, into an empty `partial`. `buffers` is as [`Self::load_queries`] left
+    /// them.
+    fn sum_chunk(&self, run: &Run<'_>, chunk: Range<usize>, buffers: &mut [f32], partial: &mut Partial<'_>) {
+        let (dim, group) = (self.dim, self.group);
+        let rows = run.tokens * group;
+        let (q, rest) = buffers.split_at_mut(rows * dim);
+        let (scores, rest) = rest.split_at_mut(rows * CHUNK_LEN);
+        let widened = &mut rest[..BLOCK_LEN * dim];
+        for (i, b) in chunk.clone().enumerate() {
+            let keys = self.cache.key_block(self.layer, run.kv_head, run.block_table[b] as usize);
+            let keys = widen(self.isa, keys, widened);
+            simd::scores(self.isa, q, keys, dim, &mut scores[i * BLOCK_LEN..], CHUNK_LEN);
+        }
+        let first = chunk.start * BLOCK_LEN;
+        for r in 0..rows {
+            let row = &mut scores[r * CHUNK_LEN..r * CHUNK_LEN + chunk.len() * BLOCK_LEN];
+            partial.state[r] = self.weights(row, first, run.position + r / group);
+        }
+        for (i, b) in chunk.enumerate() {
+            let values = self.cache.value_block(self.layer, run.kv_head, run.block_table[b] as usize);
+            // Slots beyond the sequence hold what an earlier owner left, which may be NaN: a weight of 0 is not enough.
+            let slots = (run.position + run.tokens - b * BLOCK_LEN).min(BLOCK_LEN);
+            let values = &widen(self.isa, values, widened)[..slots * dim];
+            simd::weighted_values(self.isa, &scores[i * BLOCK_LEN..], CHUNK_LEN, values, dim, partial.sums);
         }
     }
 
-    /// Turns the scores of positions from `first` on into weights relative to the running maximum, and rescales what has
-    /// been summed up where the maximum grew.
-    fn weights(&self, scores: &mut [f32], first: usize, position: usize, state: &mut [f32; 2], sums: &mut [f32]) {
+    /// Turns the scores of positions from `first` on into weights relative to their maximum; returns it and their sum.
+    fn weights(&self, scores: &mut [f32], first: usize, position: usize) -> [f32; 2] {
         let end = (position + 1).saturating_sub(first).min(scores.len());
         let start = self.first_visible(position).saturating_sub(first).min(end);
         // Positions that are not visible may hold anything, a NaN of an earlier owner of the block included.
@@ -249,18 +266,13 @@ impl Call<'_> {
         scores[end..].fill(0.0);
         let scores = &mut scores[start..end];
         if scores.is_empty() {
-            return;
+            return [f32::NEG_INFINITY, 0.0];
         }
         if let Some(cap) = self.shape.soft_cap {
             simd::soft_cap(self.isa, scores, cap);
         }
-        let max = simd::max(self.isa, scores).max(state[0]);
-        if max > state[0] {
-            let factor = (state[0] - max).exp();
-            simd::scale(self.isa, sums, factor);
-            *state = [max, state[1] * factor];
-        }
-        state[1] += simd::exp_and_sum(self.isa, scores, max);
+        let max = simd::max(self.isa, scores);
+        [max, simd::exp_and_sum(self.isa, scores, max)]
     }
 
     /// Adds the sums over later keys.
@@ -289,6 +301,13 @@ impl Call<'_> {
             out.copy_from_slice(sums);
         }
     }
+}
+
+/// Cuts blocks where their number is a multiple of [`CHUNK_BLOCKS`].
+fn chunks(blocks: Range<usize>) -> impl Iterator<Item = Range<usize>> {
+    let first = blocks.start / CHUNK_BLOCKS * CHUNK_BLOCKS;
+    let starts = (first..blocks.end).step_by(CHUNK_BLOCKS);
+    starts.map(move |start| start.max(blocks.start)..(start + CHUNK_BLOCKS).min(blocks.end))
 }
 
 /// The block as f32: itself, or widened into `buffer`.

@@ -4,108 +4,14 @@
 
 mod common;
 
-use common::{Random, RandomMatrix, assert_close};
+use common::{Random, RandomMatrix, assert_close, contexts, encodings};
 use vt_bundle::codec::ggml::raw;
-use vt_bundle::encoding::{self, EncodingSpec, Span};
+use vt_bundle::encoding;
 use vt_bundle::layout::TiledMatrix;
 use vt_kernels::{
-    ACTIVATION_BLOCK, Activations, Context, FloatType, Isa, MatmulScratch, RawWeight, RowsWeight, TiledWeight, Weight,
+    ACTIVATION_BLOCK, Activations, Context, FloatType, MatmulScratch, RawWeight, RowsWeight, TiledWeight, Weight,
     WeightError, matmul, reference,
 };
-
-/// An encoding under test.
-struct Case {
-    spec: &'static EncodingSpec,
-    /// Group size; 0: the whole of K.
-    group: usize,
-    block: [u64; 2],
-}
-
-fn encodings() -> Vec<Case> {
-    let named = [
-        ("q4_0.ggml@1", 32),
-        ("q4_1.ggml@1", 32),
-        ("q5_0.ggml@1", 32),
-        ("q5_1.ggml@1", 32),
-        ("q8_0.ggml@1", 32),
-        ("q2_k.ggml@1", 16),
-        ("q3_k.ggml@1", 16),
-        ("q4_k.ggml@1", 32),
-        ("q5_k.ggml@1", 32),
-        ("q6_k.ggml@1", 16),
-        ("iq4_nl.ggml@1", 32),
-        ("iq4_xs.ggml@1", 32),
-        ("mxfp4.ggml@1", 32),
-        ("nvfp4.ggml@1", 16),
-        ("nvfp4.modelopt@1", 16),
-        ("nvfp4.compressed-tensors@1", 16),
-        ("nvfp4.compressed-tensors@1", 32),
-        ("mxfp4@1", 32),
-        ("mxfp8@1", 32),
-        ("fp8.tensor.f32@1", 0),
-        ("fp8.channel.bf16@1", 0),
-        ("fp8.block.f32@1", 0),
-        ("fp8.block.e8m0@1", 0),
-        ("int4.symmetric.f16@1", 32),
-        ("int4.symmetric.bf16@1", 128),
-        ("int4.symmetric.f32@1", 0),
-        ("int8.symmetric.bf16@1", 0),
-        ("int8.symmetric.tensor.f32@1", 0),
-        ("int4.zeros.f16@1", 128),
-        ("int8.zeros.f32@1", 64),
-        ("int4.zeros-minus-one.f16@1", 16),
-        ("int8.zeros-minus-one.bf16@1", 32),
-        // Groups that no strip of a fast kernel fits: the encoding's own formula.
-        ("int4.symmetric.f16@1", 48),
-        ("int4.zeros.bf16@1", 8),
-    ];
-    let mut cases = Vec::new();
-    for (name, group) in named {
-        let spec = encoding::find(name).unwrap_or_else(|| panic!("no encoding {name}"));
-        let has_blocks = spec.scales.iter().any(|plane| plane.span == Span::Block);
-        for block in if has_blocks { &[[128, 128], [5, 96], [64, 40]][..] } else { &[[0, 0]] } {
-            cases.push(Case { spec, group, block: *block });
-        }
-    }
-    cases
-}
-
-fn contexts() -> Vec<Context> {
-    let mut contexts = Vec::new();
-    for isa in Isa::ALL {
-        let cx = Context::with_isa(2, isa).unwrap();
-        if cx.isa() == isa {
-            contexts.push(cx);
-        } else {
-            eprintln!("{isa:?} is not available on this machine");
-        }
-    }
-    contexts
-}
-
-impl Case {
-    /// Granularity of K.
-    fn k_unit(&self) -> usize {
-        let extents = self.spec.scales.iter().map(|plane| match plane.span {
-            Span::Super(span) => span as usize,
-            Span::Group if self.group > 0 => self.group,
-            _ => 1,
-        });
-        extents.max().unwrap_or(1)
-    }
-
-    /// Whether quantised activations meet integer codes: where a strip of 32, or its halves, share scales.
-    fn is_integer(&self, k: usize) -> bool {
-        let group = self.group;
-        self.spec.encoding != "e4m3" && (group == 0 || group >= k || group == 16 || group.is_multiple_of(32))
-    }
-
-    fn matrix(&self, k: usize, parts: &[u64], random: &mut Random) -> RandomMatrix {
-        let grouped = self.spec.scales.iter().any(|plane| plane.span == Span::Group);
-        let group = if grouped && self.group == 0 { k } else { self.group };
-        RandomMatrix::new(self.spec, k, parts, group, self.block, random)
-    }
-}
 
 /// Compares one product in both modes on every instruction set.
 fn check(

@@ -4,7 +4,7 @@
 
 mod common;
 
-use common::{Random, assert_close};
+use common::{Random, assert_close, contexts};
 use vt_kernels::activation::{self, Gate};
 use vt_kernels::attention::{AttentionShape, attention};
 use vt_kernels::kv_cache::{BLOCK_LEN, KvCache, KvShape, KvType, SequenceSlots};
@@ -12,10 +12,6 @@ use vt_kernels::norm::{rms_norm, rms_norm_heads};
 use vt_kernels::rope::{RopeScaling, Rotation, inverse_frequencies};
 use vt_kernels::softmax::{argmax, log_softmax, softmax};
 use vt_kernels::{Context, Isa, reference};
-
-fn contexts() -> impl Iterator<Item = Context> {
-    Isa::ALL.into_iter().map(|isa| Context::with_isa(3, isa).unwrap())
-}
 
 fn wide(values: &[f32]) -> Vec<f64> {
     values.iter().map(|v| f64::from(*v)).collect()

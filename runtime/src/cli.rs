@@ -123,6 +123,10 @@ pub struct DeviceArgs {
     /// Activations in matrix products on the CPU: 8-bit blocks (faster) or f32 (what weight-only references do).
     #[arg(long, value_enum, env = "VT_ACTIVATIONS", default_value = "int8")]
     pub activations: ActivationsArg,
+    /// Make every text the same, bit for bit, whatever is computed beside it and whatever is in the prefix cache. With
+    /// 8-bit activations on the CPU, prompts take up to twice as long.
+    #[arg(long, env = "VT_DETERMINISTIC")]
+    pub deterministic: bool,
     /// Who checks the weights against the manifest before the first token; the device where it is a GPU, else the host.
     #[arg(long, value_enum, env = "VT_VERIFY")]
     pub verify: Option<VerifyArg>,

@@ -9,7 +9,7 @@
 use std::path::{Path, PathBuf};
 
 use serde_json::Value;
-use vt_tests::fixtures::{shared, smollm2};
+use vt_tests::fixtures::{make_tiny, shared, smollm2};
 use vt_tests::process::run;
 
 /// Largest difference of a logit with f32 activations.
@@ -310,4 +310,33 @@ fn smollm2_nvfp4() {
     let mut reference = Reference::of_export(&stored.join("nvfp4"));
     reference.name = "smollm2/nvfp4".to_owned();
     check(&assembled, &reference);
+}
+
+/// However a prompt is cut into steps, by however many threads it is computed, and whether or not logits of its other
+/// positions are wanted (which is what tells an answer from a prompt).
+#[test]
+fn deterministic_logits_do_not_depend_on_the_steps() {
+    let dir = tempfile::tempdir().unwrap();
+    make_tiny(dir.path(), &["nvfp4"]);
+    let converted = convert(&dir.path().join("nvfp4"));
+    let ids: Vec<u32> = (0..75).map(|i| 3 + i * 37 % 250).collect();
+    let out = converted.dir.path().join("logits.f32");
+    let last_row = |flags: &[&str]| {
+        let (bundle, ids, out) = (converted.bundle.to_str().unwrap(), join(&ids), out.to_str().unwrap());
+        run("vt-run", &[&["--bundle", bundle, "--prompt-ids", &ids, "--logits", out][..], flags].concat()).ok();
+        let bytes = std::fs::read(out).unwrap();
+        let positions = if flags.contains(&"last") { 1 } else { ids.split(',').count() };
+        bytes[bytes.len() / positions * (positions - 1)..].to_vec()
+    };
+    let whole = last_row(&["--deterministic", "--logits-rows", "last"]);
+    assert!(!whole.is_empty());
+    for (step, threads, rows) in [("1", "2", "last"), ("7", "1", "last"), ("64", "3", "all"), ("512", "2", "all")] {
+        let ways = ["--max-num-batched-tokens", step, "--threads", threads, "--logits-rows", rows];
+        let found = last_row(&[&["--deterministic"][..], &ways].concat());
+        assert!(found == whole, "steps of {step} tokens, {threads} threads, logits of {rows}");
+    }
+    // Without the flag only the steps and threads do not matter.
+    let quick = last_row(&["--logits-rows", "last"]);
+    assert!(last_row(&["--max-num-batched-tokens", "1", "--threads", "1", "--logits-rows", "last"]) == quick);
+    assert!(last_row(&["--logits-rows", "all"]) != quick, "the flag makes no difference to this model");
 }

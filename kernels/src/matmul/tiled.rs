@@ -10,7 +10,7 @@ use crate::matmul::Activations;
 use crate::pool::ColumnBlock;
 use crate::quantise::Quantised;
 use crate::recipe::{Codes, Recipe, STRIP_K, StripPlace};
-use crate::simd::{self, Acc, ActivationRows, CodePanel, DIRECT_M, DirectAcc, FloatPanel, Scales, Strip, TILE_QUADS};
+use crate::simd::{self, Acc, ActivationRows, CodePanel, DIRECT_M, FloatPanel, Scales, Strip, TILE_QUADS};
 use crate::weight::{StripScratch, TiledWeight};
 
 /// Rows of activations that share one pass over a tile column: their accumulators (16 KiB) stay in the L1 cache.
@@ -165,12 +165,12 @@ impl<'p, 'w> Pass<'p, 'w> {
         let (scales, table) = self.scales();
         let mut scales = [scales; TOGETHER];
         let m = block.rows().len();
-        let mut acc = [DirectAcc::ZERO; TOGETHER * DIRECT_M];
+        let mut acc = [Acc([0.0; TILE_N]); TOGETHER * DIRECT_M];
         (0..TOGETHER).for_each(|number| self.fetch(number));
         let mut number = 0;
         for first in self.columns.clone().step_by(TOGETHER) {
             let group = first..(first + TOGETHER).min(self.columns.end);
-            acc[..m * group.len()].fill(DirectAcc::ZERO);
+            acc[..m * group.len()].fill(Acc([0.0; TILE_N]));
             for index in 0..self.strips() {
                 let strip = Strip { index, tiles: (self.tiles_k - 2 * index).min(2) };
                 for ((tile_n, acc), scales) in group.clone().zip(acc.chunks_exact_mut(m)).zip(&mut scales) {
@@ -183,12 +183,8 @@ impl<'p, 'w> Pass<'p, 'w> {
                     simd::dot_direct(self.isa, tiles, table, scales, strip, &x, acc);
                 }
             }
-            for (tile_n, direct) in group.zip(acc.chunks_exact(m)) {
-                let mut gathered = [Acc([0.0; TILE_N]); DIRECT_M];
-                for (acc, direct) in gathered.iter_mut().zip(direct) {
-                    *acc = simd::gather_direct(self.isa, direct);
-                }
-                store(self.isa, &gathered[..m], tile_n, block);
+            for (tile_n, acc) in group.zip(acc.chunks_exact(m)) {
+                store(self.isa, acc, tile_n, block);
             }
         }
     }

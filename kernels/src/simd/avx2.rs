@@ -10,9 +10,7 @@ use std::ops::Range;
 
 use vt_bundle::tile::{TILE_K, TILE_N};
 
-use super::{
-    Acc, ActivationRows, CodePanel, DirectAcc, FloatPanel, ROWS_M, ROWS_N, Scales, Strip, TILE_QUADS, portable,
-};
+use super::{Acc, ActivationRows, CodePanel, FloatPanel, ROWS_M, ROWS_N, Scales, Strip, TILE_QUADS, portable};
 use crate::recipe::STRIP_K;
 use crate::weight::{FloatType, RowsWeight};
 
@@ -243,14 +241,9 @@ pub(super) fn dot_direct(
     scales: &Scales,
     strip: Strip,
     x: &ActivationRows<'_>,
-    acc: &mut [DirectAcc],
+    acc: &mut [Acc],
 ) {
     portable::dot_direct(tiles, table, scales, strip, x, acc)
-}
-
-#[target_feature(enable = "avx2,fma,f16c")]
-pub(super) fn gather_direct(direct: &DirectAcc) -> Acc {
-    portable::gather_direct(direct)
 }
 
 #[target_feature(enable = "avx2,fma,f16c")]

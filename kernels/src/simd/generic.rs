@@ -7,7 +7,7 @@
 #![allow(clippy::needless_range_loop)]
 
 use crate::kv_cache::BLOCK_LEN;
-use crate::simd::{Acc, FloatPanel};
+use crate::simd::{Acc, FloatPanel, SCORE_CHAINS};
 use crate::{fragment::FRAGMENT_ROW, recipe::STRIP_K};
 use vt_bundle::tile::{TILE_K, TILE_N};
 
@@ -170,11 +170,10 @@ pub(crate) fn scores<const FMA: bool>(q: &[f32], keys: &[f32], head_dim: usize, 
         // Rows times chains of sums: enough to hide the latency of an addition.
         let left = rows.len();
         let done = match left {
-            8.. => scores_of::<FMA, 8, 1>(&mut rows, keys, &mut scores[at * stride..], stride),
-            4.. => scores_of::<FMA, 4, 2>(&mut rows, keys, &mut scores[at * stride..], stride),
-            3 => scores_of::<FMA, 3, 2>(&mut rows, keys, &mut scores[at * stride..], stride),
-            2 => scores_of::<FMA, 2, 4>(&mut rows, keys, &mut scores[at * stride..], stride),
-            1 => scores_of::<FMA, 1, 8>(&mut rows, keys, &mut scores[at * stride..], stride),
+            4.. => scores_of::<FMA, 4>(&mut rows, keys, &mut scores[at * stride..], stride),
+            3 => scores_of::<FMA, 3>(&mut rows, keys, &mut scores[at * stride..], stride),
+            2 => scores_of::<FMA, 2>(&mut rows, keys, &mut scores[at * stride..], stride),
+            1 => scores_of::<FMA, 1>(&mut rows, keys, &mut scores[at * stride..], stride),
             _ => return,
         };
         at += done;
@@ -182,12 +181,13 @@ pub(crate) fn scores<const FMA: bool>(q: &[f32], keys: &[f32], head_dim: usize, 
 }
 
 #[inline(always)]
-fn scores_of<'q, const FMA: bool, const R: usize, const C: usize>(
+fn scores_of<'q, const FMA: bool, const R: usize>(
     rows: &mut impl Iterator<Item = &'q [f32]>,
     keys: &[[f32; BLOCK_LEN]],
     scores: &mut [f32],
     stride: usize,
 ) -> usize {
+    const C: usize = SCORE_CHAINS;
     let mut q = [[].as_slice(); R];
     for q in &mut q {
         *q = rows.next().unwrap_or(&[]);

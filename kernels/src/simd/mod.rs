@@ -79,20 +79,6 @@ impl Scales {
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Acc(pub [f32; TILE_N]);
 
-/// Accumulators of one row of activations as the words of a 4-bit tile have them: `[h][t][q][j]` for the sum over quads
-/// `q` of column `16 j + 8 h + t`. Additive terms are in panel order.
-#[repr(C, align(64))]
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct DirectAcc {
-    pub words: [[[[f32; 4]; 4]; 8]; 2],
-    pub terms: [f32; TILE_N],
-}
-
-impl DirectAcc {
-    /// All sums 0.
-    pub const ZERO: Self = Self { words: [[[[0.0; 4]; 4]; 8]; 2], terms: [0.0; TILE_N] };
-}
-
 /// Quantised activations as inner loops see them: rows of `[K]` codes in fragment order with K padded to the strip.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct ActivationRows<'a> {
@@ -207,8 +193,8 @@ pub(crate) fn has_direct(isa: Isa) -> bool {
 /// Most rows that [`dot_direct`] takes.
 pub(crate) const DIRECT_M: usize = 2;
 
-/// [`dot_integer`] of one or two rows of activations with 4-bit tiles as they are, each quad of a column by itself: so
-/// few do not repay the work of bringing the quads together. `acc` has one element per row.
+/// [`dot_integer`] of one or two rows of activations with 4-bit tiles as they are: codes go from the tile to the product
+/// in registers. `acc` has one element per row, and gets bit for bit what [`dot_integer`] would give.
 #[allow(clippy::too_many_arguments)]
 pub(crate) fn dot_direct(
     isa: Isa,
@@ -217,14 +203,9 @@ pub(crate) fn dot_direct(
     scales: &Scales,
     strip: Strip,
     x: &ActivationRows<'_>,
-    acc: &mut [DirectAcc],
+    acc: &mut [Acc],
 ) {
     dispatch!(isa, dot_direct(tiles, table, scales, strip, x, acc))
-}
-
-/// Brings the quads of [`dot_direct`] together.
-pub(crate) fn gather_direct(isa: Isa, direct: &DirectAcc) -> Acc {
-    dispatch!(isa, gather_direct(direct))
 }
 
 /// Adds the product of the first `len` rows (in order of K, not of fragments) of a strip with activations to `acc`.
@@ -317,6 +298,10 @@ pub(crate) fn exp_and_sum(isa: Isa, values: &mut [f32], shift: f32) -> f32 {
 pub(crate) fn soft_cap(isa: Isa, values: &mut [f32], cap: f32) {
     dispatch!(isa, soft_cap(values, cap))
 }
+
+/// Partial sums of a score, in every kernel: element `d` of a head goes to sum `d % SCORE_CHAINS`. More would hide the
+/// latency of additions better where there are few rows, but a score must not depend on how many rows there are.
+pub(crate) const SCORE_CHAINS: usize = 2;
 
 /// Scores of one block of keys `[D][16]` for rows of queries `[R][D]`, to `out[r * stride + slot]`.
 pub(crate) fn scores(isa: Isa, q: &[f32], keys: &[f32], head_dim: usize, out: &mut [f32], stride: usize) {

@@ -6,7 +6,7 @@ use half::f16;
 use vt_bundle::float8::E4M3;
 use vt_bundle::tile::{ScaleOrder, TILE_K, TILE_N};
 
-use super::{Acc, ActivationRows, CodePanel, DirectAcc, FloatPanel, ROWS_M, ROWS_N, Scales, Strip, TILE_QUADS};
+use super::{Acc, ActivationRows, CodePanel, FloatPanel, ROWS_M, ROWS_N, Scales, Strip, TILE_QUADS};
 use crate::fragment::{FRAGMENT_ROW, PANEL_COLUMN};
 use crate::quantise::{ACTIVATION_BLOCK, scale_of};
 use crate::recipe::STRIP_K;
@@ -141,39 +141,16 @@ pub(super) fn dot_direct(
     scales: &Scales,
     strip: Strip,
     x: &ActivationRows<'_>,
-    acc: &mut [DirectAcc],
+    acc: &mut [Acc],
 ) {
-    let code = |nibble: u8| i32::from(table.map_or(nibble, |table| table[usize::from(nibble)]));
-    for (row, acc) in acc.iter_mut().enumerate() {
-        for (i, tile) in tiles.iter().enumerate().take(strip.tiles) {
-            let start = row * x.k + strip.index * STRIP_K + i * TILE_K;
-            let scale = x.scales[start / TILE_K];
-            let at = if scales.halves { i } else { 0 };
-            let quads = x.codes[start..start + TILE_K].as_chunks::<4>().0;
-            for (word, bytes) in tile.as_chunks::<4>().0.iter().enumerate() {
-                let (t, q, j) = (word / 16, word / 4 % 4, word % 4);
-                for h in 0..2 {
-                    let codes = [bytes[h] & 15, bytes[h] >> 4, bytes[2 + h] & 15, bytes[2 + h] >> 4];
-                    let dot: i32 =
-                        codes.iter().zip(quads[q]).map(|(c, a)| (code(*c) - scales.zero) * i32::from(a)).sum();
-                    acc.words[h][t][q][j] += dot as f32 * (scales.d[at][32 * h + 4 * t + j] * scale);
-                }
-            }
-            if scales.min {
-                let sum = x.sums[start / TILE_K] as f32 * scale;
-                acc.terms.iter_mut().zip(&scales.m[at]).for_each(|(value, m)| *value += m * sum);
-            }
-        }
+    let mut panel = CodePanel::new();
+    for (tile, half) in tiles.iter().zip(panel.0.as_chunks_mut::<TILE_QUADS>().0).take(strip.tiles) {
+        unpack_q4(tile, half);
     }
-}
-
-pub(super) fn gather_direct(direct: &DirectAcc) -> Acc {
-    let mut acc = Acc(direct.terms);
-    for (p, value) in acc.0.iter_mut().enumerate() {
-        let (h, t, j) = (p / 32, p / 4 % 8, p % 4);
-        *value += direct.words[h][t].iter().map(|quad| quad[j]).sum::<f32>();
+    if let Some(table) = table {
+        apply_table(table, &mut panel);
     }
-    acc
+    dot_integer(&panel, scales, strip, x, 0..acc.len(), acc);
 }
 
 #[inline(always)]

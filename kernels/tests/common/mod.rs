@@ -2,9 +2,9 @@
 
 #![allow(dead_code)]
 
-use vt_bundle::encoding::{EncodingSpec, ScaleType};
+use vt_bundle::encoding::{self, EncodingSpec, ScaleType, Span};
 use vt_bundle::layout::{PlaneKind, TiledMatrix};
-use vt_kernels::{TiledWeight, Weight};
+use vt_kernels::{Context, Isa, TiledWeight, Weight};
 
 /// SplitMix64: every test names its seed, so that a failure can be repeated.
 pub struct Random(pub u64);
@@ -91,6 +91,102 @@ fn scale_plane(dtype: ScaleType, len: usize, random: &mut Random) -> Vec<u8> {
         }
     }
     out
+}
+
+/// An encoding under test.
+pub struct Case {
+    pub spec: &'static EncodingSpec,
+    /// Group size; 0: the whole of K.
+    pub group: usize,
+    pub block: [u64; 2],
+}
+
+/// Every encoding that has a tile layout, in the groups that models use.
+pub fn encodings() -> Vec<Case> {
+    let named = [
+        ("q4_0.ggml@1", 32),
+        ("q4_1.ggml@1", 32),
+        ("q5_0.ggml@1", 32),
+        ("q5_1.ggml@1", 32),
+        ("q8_0.ggml@1", 32),
+        ("q2_k.ggml@1", 16),
+        ("q3_k.ggml@1", 16),
+        ("q4_k.ggml@1", 32),
+        ("q5_k.ggml@1", 32),
+        ("q6_k.ggml@1", 16),
+        ("iq4_nl.ggml@1", 32),
+        ("iq4_xs.ggml@1", 32),
+        ("mxfp4.ggml@1", 32),
+        ("nvfp4.ggml@1", 16),
+        ("nvfp4.modelopt@1", 16),
+        ("nvfp4.compressed-tensors@1", 16),
+        ("nvfp4.compressed-tensors@1", 32),
+        ("mxfp4@1", 32),
+        ("mxfp8@1", 32),
+        ("fp8.tensor.f32@1", 0),
+        ("fp8.channel.bf16@1", 0),
+        ("fp8.block.f32@1", 0),
+        ("fp8.block.e8m0@1", 0),
+        ("int4.symmetric.f16@1", 32),
+        ("int4.symmetric.bf16@1", 128),
+        ("int4.symmetric.f32@1", 0),
+        ("int8.symmetric.bf16@1", 0),
+        ("int8.symmetric.tensor.f32@1", 0),
+        ("int4.zeros.f16@1", 128),
+        ("int8.zeros.f32@1", 64),
+        ("int4.zeros-minus-one.f16@1", 16),
+        ("int8.zeros-minus-one.bf16@1", 32),
+        // Groups that no strip of a fast kernel fits: the encoding's own formula.
+        ("int4.symmetric.f16@1", 48),
+        ("int4.zeros.bf16@1", 8),
+    ];
+    let mut cases = Vec::new();
+    for (name, group) in named {
+        let spec = encoding::find(name).unwrap_or_else(|| panic!("no encoding {name}"));
+        let has_blocks = spec.scales.iter().any(|plane| plane.span == Span::Block);
+        for block in if has_blocks { &[[128, 128], [5, 96], [64, 40]][..] } else { &[[0, 0]] } {
+            cases.push(Case { spec, group, block: *block });
+        }
+    }
+    cases
+}
+
+/// A context for every instruction set of this machine.
+pub fn contexts() -> Vec<Context> {
+    let mut contexts = Vec::new();
+    for isa in Isa::ALL {
+        let cx = Context::with_isa(2, isa).unwrap();
+        if cx.isa() == isa {
+            contexts.push(cx);
+        } else {
+            eprintln!("{isa:?} is not available on this machine");
+        }
+    }
+    contexts
+}
+
+impl Case {
+    /// Granularity of K.
+    pub fn k_unit(&self) -> usize {
+        let extents = self.spec.scales.iter().map(|plane| match plane.span {
+            Span::Super(span) => span as usize,
+            Span::Group if self.group > 0 => self.group,
+            _ => 1,
+        });
+        extents.max().unwrap_or(1)
+    }
+
+    /// Whether quantised activations meet integer codes: where a strip of 32, or its halves, share scales.
+    pub fn is_integer(&self, k: usize) -> bool {
+        let group = self.group;
+        self.spec.encoding != "e4m3" && (group == 0 || group >= k || group == 16 || group.is_multiple_of(32))
+    }
+
+    pub fn matrix(&self, k: usize, parts: &[u64], random: &mut Random) -> RandomMatrix {
+        let grouped = self.spec.scales.iter().any(|plane| plane.span == Span::Group);
+        let group = if grouped && self.group == 0 { k } else { self.group };
+        RandomMatrix::new(self.spec, k, parts, group, self.block, random)
+    }
 }
 
 /// Panics where an element differs from the reference by more than `tolerance` times the scale of its row's terms.

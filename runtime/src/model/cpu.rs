@@ -25,6 +25,10 @@ pub struct CpuModelOptions {
     pub threads: usize,
     /// How products treat activations.
     pub activations: Activations,
+    /// Whether every row is computed alike, so that keys and values are the same bit for bit whether they come from a
+    /// prompt, from an answer, or from the cache. Else rows of a prompt that need no logits take 8-bit activations as
+    /// they are, which is quicker.
+    pub deterministic: bool,
     /// Stored type of keys and values.
     pub kv_type: KvType,
     /// Blocks of the key/value cache.
@@ -47,6 +51,7 @@ pub struct CpuModel<A> {
     frequencies: Vec<(Vec<f32>, f32)>,
     cx: Context,
     activations: Activations,
+    deterministic: bool,
     cache: KvCache,
     workspace: Workspace,
     info: ModelInfo,
@@ -88,8 +93,8 @@ impl<A: HostArena> CpuModel<A> {
             max_batch_tokens: options.max_batch_tokens,
             max_batch_sequences: options.max_batch_sequences,
         };
-        let activations = options.activations;
-        Ok(Self { loaded, config, graph, frequencies, cx, activations, cache, workspace, info })
+        let CpuModelOptions { activations, deterministic, .. } = *options;
+        Ok(Self { loaded, config, graph, frequencies, cx, activations, deterministic, cache, workspace, info })
     }
 
     /// The weights.
@@ -162,7 +167,7 @@ impl<A: HostArena> CpuModel<A> {
         }
     }
 
-    /// Lists the rows of the step whose logits are wanted, in order.
+    /// Lists the rows of the step whose logits are wanted, in order, and those whose activations are pairs.
     fn find_wanted_rows(&mut self, batch: &[SequenceStep<'_>]) {
         let rows = &mut self.workspace.wanted_rows;
         rows.clear();
@@ -175,6 +180,13 @@ impl<A: HostArena> CpuModel<A> {
                 LogitsWanted::All => rows.extend(first..end),
             }
             first = end;
+        }
+        let w = &mut self.workspace;
+        w.fine_rows.clear();
+        if self.deterministic {
+            w.fine_rows.extend(0..first);
+        } else {
+            w.fine_rows.extend_from_slice(&w.wanted_rows);
         }
     }
 
@@ -196,7 +208,7 @@ impl<A: HostArena> CpuModel<A> {
         }
 
         norm.apply(&layer.feed_forward_norm, &w.residual[..stream], &mut w.vector, &mut w.normed[..stream]);
-        let fine = FineRows { all: &w.all_rows[..tokens], wanted: &w.wanted_rows };
+        let fine = FineRows { all: &w.all_rows[..tokens], wanted: &w.fine_rows };
         let mut buffers = MlpBuffers {
             projected: &mut w.projected,
             inner: &mut w.inner,
@@ -304,7 +316,7 @@ impl<A: HostArena> AttentionStep<'_, A> {
         let qkv = &attention_graph.qkv;
         let (stride, dim) = (qkv.stride, config.head_dim);
         let [q_at, k_at, v_at] = [0, 1, 2].map(|i| qkv.outputs[i].column);
-        let fine = FineRows { all: &w.all_rows[..self.tokens], wanted: &w.wanted_rows };
+        let fine = FineRows { all: &w.all_rows[..self.tokens], wanted: &w.fine_rows };
         let x = &w.normed[..self.tokens * config.hidden_size];
         let rows = &mut w.projected[..self.tokens * stride];
         self.compute.project(qkv, x, fine, &mut w.scratch, &mut w.vector, rows);

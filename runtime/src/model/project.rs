@@ -39,7 +39,7 @@ impl ProjectionScratch {
 pub(super) struct FineRows<'a> {
     /// Every row.
     pub all: &'a [u32],
-    /// The rows of tokens whose logits are wanted.
+    /// The rows of tokens whose logits are wanted, or every row where results must not depend on the batch.
     pub wanted: &'a [u32],
 }
 

@@ -153,6 +153,7 @@ impl Weights {
         let options = CpuModelOptions {
             threads: 2,
             activations: Activations::F32,
+            deterministic: false,
             kv_type: KvType::F32,
             kv_blocks: 8,
             context_length: 64,

@@ -28,6 +28,8 @@ pub(super) struct Workspace {
     pub all_rows: Vec<u32>,
     /// Rows of tokens whose logits are wanted.
     pub wanted_rows: Vec<u32>,
+    /// Rows whose activations are pairs in every projection; see [`super::pair`].
+    pub fine_rows: Vec<u32>,
     /// A vector of the bundle as f32.
     pub vector: Vec<f32>,
     /// Sines and cosines of the step, one per rotary embedding.
@@ -161,6 +163,7 @@ impl Workspace {
             block: vec![0.0; stream],
             all_rows: (0..tokens as u32).collect(),
             wanted_rows: Vec::with_capacity(tokens),
+            fine_rows: Vec::with_capacity(tokens),
             vector: vec![0.0; sizes.vector],
             rotations: vec![Rotation::default(); config.ropes.len()],
             scratch: ProjectionScratch::new(

@@ -91,6 +91,7 @@ impl Opened {
         let options = CpuModelOptions {
             threads,
             activations,
+            deterministic: cli.device.deterministic,
             kv_type,
             kv_blocks: plan.kv_blocks,
             context_length: plan.max_model_len,

@@ -4,20 +4,20 @@ use std::arch::x86_64::*;
 
 use super::{LANES, load_f32, store_f32};
 use crate::kv_cache::BLOCK_LEN;
+use crate::simd::SCORE_CHAINS;
 
 #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
 pub(in crate::simd) fn scores(q: &[f32], keys: &[f32], head_dim: usize, out: &mut [f32], stride: usize) {
     let keys = &keys.as_chunks::<BLOCK_LEN>().0[..head_dim];
     let (mut q, mut out) = (q, out);
     loop {
-        // Rows times chains of sums: enough to hide the latency of an addition.
         let rows = match q.len() / head_dim {
-            12.. => scores_of::<12, 1>(q, keys, out, stride),
-            8.. => scores_of::<8, 1>(q, keys, out, stride),
-            4.. => scores_of::<4, 2>(q, keys, out, stride),
-            3 => scores_of::<3, 3>(q, keys, out, stride),
-            2 => scores_of::<2, 4>(q, keys, out, stride),
-            1 => scores_of::<1, 8>(q, keys, out, stride),
+            12.. => scores_of::<12>(q, keys, out, stride),
+            8.. => scores_of::<8>(q, keys, out, stride),
+            4.. => scores_of::<4>(q, keys, out, stride),
+            3 => scores_of::<3>(q, keys, out, stride),
+            2 => scores_of::<2>(q, keys, out, stride),
+            1 => scores_of::<1>(q, keys, out, stride),
             _ => return,
         };
         q = &q[rows * head_dim..];
@@ -25,15 +25,11 @@ pub(in crate::simd) fn scores(q: &[f32], keys: &[f32], head_dim: usize, out: &mu
     }
 }
 
-/// The first `R` rows, `C` chains of sums each.
+/// The first `R` rows, [`SCORE_CHAINS`] chains of sums each.
 #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
 #[inline]
-fn scores_of<const R: usize, const C: usize>(
-    q: &[f32],
-    keys: &[[f32; BLOCK_LEN]],
-    out: &mut [f32],
-    stride: usize,
-) -> usize {
+fn scores_of<const R: usize>(q: &[f32], keys: &[[f32; BLOCK_LEN]], out: &mut [f32], stride: usize) -> usize {
+    const C: usize = SCORE_CHAINS;
     let dim = keys.len();
     let q = &q[..R * dim];
     let mut sums = [[_mm512_setzero_ps(); C]; R];

@@ -5,10 +5,10 @@ use std::ops::Range;
 
 use vt_bundle::tile::{TILE_K, TILE_N};
 
-use super::unpack::{SHIFTS_HIGH, SHIFTS_LOW};
-use super::{LANES, indices, load_f32, load_quads, load_u8, quarters, quarters_mut, store_f32};
+use super::unpack::{SHIFTS_HIGH, SHIFTS_LOW, transpose_lanes};
+use super::{indices, load_f32, load_quads, load_u8, quarters, quarters_mut, store_f32};
 use crate::recipe::STRIP_K;
-use crate::simd::{Acc, ActivationRows, CodePanel, DirectAcc, Scales, Strip, TILE_QUADS};
+use crate::simd::{Acc, ActivationRows, CodePanel, Scales, Strip, TILE_QUADS};
 
 #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
 pub(in crate::simd) fn dot_integer(
@@ -159,7 +159,7 @@ pub(in crate::simd) fn dot_direct(
     scales: &Scales,
     strip: Strip,
     x: &ActivationRows<'_>,
-    acc: &mut [DirectAcc],
+    acc: &mut [Acc],
 ) {
     match (table, acc) {
         (None, [one]) => direct_rows::<false, 1>(tiles, &[0; 16], scales, strip, x, std::array::from_mut(one)),
@@ -185,7 +185,7 @@ fn direct_rows<const TABLE: bool, const R: usize>(
     scales: &Scales,
     strip: Strip,
     x: &ActivationRows<'_>,
-    acc: &mut [DirectAcc; R],
+    acc: &mut [Acc; R],
 ) {
     let start = strip.index * STRIP_K;
     if strip.tiles == 2 && !scales.halves {
@@ -199,6 +199,8 @@ fn direct_rows<const TABLE: bool, const R: usize>(
 }
 
 /// The first `TILES` tiles, which share scale `at` of the weights; `start` is the first of their activations in a row.
+/// The same operations in the same order as [`Segment::group`], so that a row's result does not depend on how many
+/// others there are.
 #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
 #[inline]
 fn direct_tiles<const TABLE: bool, const TILES: usize, const R: usize>(
@@ -208,88 +210,62 @@ fn direct_tiles<const TABLE: bool, const TILES: usize, const R: usize>(
     at: usize,
     x: &ActivationRows<'_>,
     start: usize,
-    acc: &mut [DirectAcc; R],
+    acc: &mut [Acc; R],
 ) {
-    let (low, high, mask) = (indices(&SHIFTS_LOW), indices(&SHIFTS_HIGH), _mm512_set1_epi8(15));
+    let mask = _mm512_set1_epi8(15);
     // SAFETY: 16 readable bytes.
     let table = _mm512_broadcast_i32x4(unsafe { _mm_loadu_si128(table.as_ptr().cast()) });
-    let spread = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
-    let zeros = _mm512_set1_epi8(scales.zero as i8);
     let mut terms = [0.0; R];
-    let mut activations = [[_mm512_setzero_si512(); TILES]; R];
-    // What the zero point takes off: per quad, as the sums of quads are.
+    let mut activations = [[[_mm512_setzero_si512(); TILE_QUADS]; TILES]; R];
+    // What the zero point takes off.
     let mut starts = [[_mm512_setzero_si512(); TILES]; R];
     let mut factors = [[_mm512_setzero_ps(); TILES]; R];
     for r in 0..R {
         for i in 0..TILES {
             let from = r * x.k + start + i * TILE_K;
-            let codes = &x.codes[from..from + TILE_K];
-            // SAFETY: 16 readable bytes.
-            let codes = unsafe { _mm_loadu_si128(codes.as_ptr().cast()) };
-            activations[r][i] = _mm512_permutexvar_epi32(spread, _mm512_castsi128_si512(codes));
-            let offset = _mm512_dpbusd_epi32(_mm512_setzero_si512(), zeros, activations[r][i]);
-            starts[r][i] = _mm512_sub_epi32(_mm512_setzero_si512(), offset);
-            let factor = x.scales[from / TILE_K];
+            let quads = x.codes[from..from + TILE_K].as_chunks::<4>().0;
+            for q in 0..TILE_QUADS {
+                activations[r][i][q] = _mm512_set1_epi32(i32::from_le_bytes(quads[q].map(i8::cast_unsigned)));
+            }
+            let (sum, factor) = (x.sums[from / TILE_K], x.scales[from / TILE_K]);
+            starts[r][i] = _mm512_set1_epi32(-scales.zero * sum);
             factors[r][i] = _mm512_set1_ps(factor);
-            terms[r] += x.sums[from / TILE_K] as f32 * factor;
+            terms[r] += sum as f32 * factor;
         }
     }
     let words = [tiles[0].as_chunks::<64>().0, tiles[1].as_chunks::<64>().0];
-    for t in 0..8 {
-        let mut values = [[_mm512_setzero_ps(); 2]; R];
-        for i in 0..TILES {
-            let word = load_u8(&words[i][t]);
-            let mut a = _mm512_and_si512(_mm512_multishift_epi64_epi8(low, word), mask);
-            let mut b = _mm512_and_si512(_mm512_multishift_epi64_epi8(high, word), mask);
-            if TABLE {
-                (a, b) = (_mm512_shuffle_epi8(table, a), _mm512_shuffle_epi8(table, b));
-            }
-            for r in 0..R {
-                let a = _mm512_cvtepi32_ps(_mm512_dpbusd_epi32(starts[r][i], a, activations[r][i]));
-                let b = _mm512_cvtepi32_ps(_mm512_dpbusd_epi32(starts[r][i], b, activations[r][i]));
-                values[r][0] = _mm512_fmadd_ps(a, factors[r][i], values[r][0]);
-                values[r][1] = _mm512_fmadd_ps(b, factors[r][i], values[r][1]);
-            }
-        }
-        for h in 0..2 {
-            // The same four columns for each of the four quads.
-            // SAFETY: positions 32 h + 4 t to 32 h + 4 t + 3 are within the 64.
-            let d = _mm512_broadcast_f32x4(unsafe { _mm_loadu_ps(scales.d[at].as_ptr().add(32 * h + 4 * t)) });
-            for r in 0..R {
-                if let Some(acc) = acc[r].words[h][t].as_flattened_mut().first_chunk_mut::<LANES>() {
-                    store_f32(acc, _mm512_fmadd_ps(values[r][h], d, load_f32(acc)));
+    let (d, m) = (quarters(&scales.d[at]), quarters(&scales.m[at]));
+    for (h, shifts) in [&SHIFTS_LOW, &SHIFTS_HIGH].into_iter().enumerate() {
+        let shifts = indices(shifts);
+        for half in 0..2 {
+            let mut values = [_mm512_setzero_ps(); R];
+            for i in 0..TILES {
+                let mut codes = [_mm512_setzero_si512(); TILE_QUADS];
+                for t in 0..4 {
+                    let word = load_u8(&words[i][4 * half + t]);
+                    codes[t] = _mm512_and_si512(_mm512_multishift_epi64_epi8(shifts, word), mask);
+                    if TABLE {
+                        codes[t] = _mm512_shuffle_epi8(table, codes[t]);
+                    }
+                }
+                let quads = transpose_lanes(codes);
+                for r in 0..R {
+                    let mut dots = starts[r][i];
+                    for q in 0..TILE_QUADS {
+                        dots = _mm512_dpbusd_epi32(dots, quads[q], activations[r][i][q]);
+                    }
+                    values[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dots), factors[r][i], values[r]);
                 }
             }
-        }
-    }
-    if scales.min {
-        let m = quarters(&scales.m[at]);
-        for r in 0..R {
-            let sum = _mm512_set1_ps(terms[r]);
-            for (terms, m) in quarters_mut(&mut acc[r].terms).iter_mut().zip(m) {
-                store_f32(terms, _mm512_fmadd_ps(load_f32(m), sum, load_f32(terms)));
+            let column = 2 * h + half;
+            for r in 0..R {
+                let acc = &mut quarters_mut(&mut acc[r].0)[column];
+                let mut value = _mm512_fmadd_ps(values[r], load_f32(&d[column]), load_f32(acc));
+                if scales.min {
+                    value = _mm512_fmadd_ps(load_f32(&m[column]), _mm512_set1_ps(terms[r]), value);
+                }
+                store_f32(acc, value);
             }
         }
     }
-}
-
-#[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
-pub(in crate::simd) fn gather_direct(direct: &DirectAcc) -> Acc {
-    let mut acc = Acc(direct.terms);
-    for h in 0..2 {
-        for t in 0..8 {
-            let mut sum = _mm_setzero_ps();
-            for quad in &direct.words[h][t] {
-                // SAFETY: 4 readable floats.
-                sum = _mm_add_ps(sum, unsafe { _mm_loadu_ps(quad.as_ptr()) });
-            }
-            let at = 32 * h + 4 * t;
-            // SAFETY: positions at to at + 3 are within the 64.
-            unsafe {
-                let to = acc.0.as_mut_ptr().add(at);
-                _mm_storeu_ps(to, _mm_add_ps(_mm_loadu_ps(to), sum));
-            }
-        }
-    }
-    acc
 }

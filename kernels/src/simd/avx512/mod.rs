@@ -20,7 +20,7 @@ mod integer;
 mod unpack;
 
 pub(super) use attention::{scores, weighted_values};
-pub(super) use integer::{dot_direct, dot_integer, gather_direct};
+pub(super) use integer::{dot_direct, dot_integer};
 pub(super) use unpack::{unpack_bits, unpack_q4, unpack_q8};
 
 super::elementwise::instances!(true, #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]);

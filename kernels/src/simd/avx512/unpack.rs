@@ -10,7 +10,7 @@ use crate::simd::TILE_QUADS;
 /// Transposes a 4 x 4 matrix of 128-bit lanes.
 #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
 #[inline]
-fn transpose_lanes([a, b, c, d]: [__m512i; 4]) -> [__m512i; 4] {
+pub(super) fn transpose_lanes([a, b, c, d]: [__m512i; 4]) -> [__m512i; 4] {
     let (ab_low, cd_low) = (_mm512_shuffle_i64x2::<0x44>(a, b), _mm512_shuffle_i64x2::<0x44>(c, d));
     let (ab_high, cd_high) = (_mm512_shuffle_i64x2::<0xEE>(a, b), _mm512_shuffle_i64x2::<0xEE>(c, d));
     [
