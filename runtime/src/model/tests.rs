@@ -4,7 +4,8 @@ use super::*;
 use crate::engine::model::{LogitsBuffer, LogitsWanted, Model, SequenceStep};
 use crate::load::upload::UploadOptions;
 use crate::load::{
-    CpuDevice, Device, FakeAccelerator, FakeArena, Faults, HostArena, LoadError, LoadedBundle, Resident, Uploading, Verify,
+    CpuDevice, Device, FakeAccelerator, FakeArena, Faults, HostArena, LoadError, LoadedBundle, Resident, Uploading,
+    Verify,
 };
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, HashMap};
