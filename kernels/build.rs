@@ -26,6 +26,8 @@ const SOURCES: &[&str] = &[
     "attention/decode",
     "attention/prefill",
     "kv_cache/write",
+    // Products with matrices.
+    "gemm/generic",
 ];
 /// What a daily build targets: Hopper with its own instructions.
 const DAILY: &str = "90a";

@@ -146,7 +146,12 @@ impl MatrixRow<'_> {
     }
 }
 
+/// Every encoding.
+pub fn all() -> impl Iterator<Item = &'static EncodingSpec> {
+    codec::families().into_iter().flatten().copied()
+}
+
 /// The encoding with that `decode` name.
 pub fn find(decode: &str) -> Option<&'static EncodingSpec> {
-    codec::families().iter().flat_map(|family| family.iter()).copied().find(|spec| spec.decode == decode)
+    all().find(|spec| spec.decode == decode)
 }

@@ -68,6 +68,30 @@ pub enum WeightError {
         /// Bytes given.
         found: usize,
     },
+    /// More parts than a launch can name.
+    #[error("{decode}: {found} parts, at most {most} are supported on a device")]
+    Parts {
+        /// Decode name.
+        decode: &'static str,
+        /// Parts of the matrix.
+        found: usize,
+        /// The limit.
+        most: usize,
+    },
+    /// A decode without a CUDA kernel.
+    #[error("{decode} has no CUDA kernel in this version; use --device cpu")]
+    NoKernel {
+        /// Decode name.
+        decode: &'static str,
+    },
+    /// A plane at an address that kernels cannot read from.
+    #[error("{decode}: a plane at address {address:#x}, expected a multiple of 16")]
+    Alignment {
+        /// Decode name.
+        decode: &'static str,
+        /// The address.
+        address: u64,
+    },
     /// More code planes than kernels are made for.
     #[error("{decode}: {found} code planes, at most {MAX_CODE_PLANES} are supported")]
     CodePlanes {
@@ -170,6 +194,18 @@ impl Weight<'_> {
             }
             Weight::Rows(w) => w.data.len(),
             Weight::Raw(w) => w.data.len(),
+        }
+    }
+
+    /// The bytes of its planes: codes, then scales; one run for rows and raw blocks.
+    pub fn planes(&self) -> Vec<&[u8]> {
+        match self {
+            Weight::Tiled(w) => {
+                let (codes, scales) = (w.matrix.spec.codes.len(), w.matrix.spec.scales.len());
+                w.codes[..codes].iter().map(|plane| plane.data).chain(w.scales[..scales].iter().copied()).collect()
+            }
+            Weight::Rows(w) => vec![w.data],
+            Weight::Raw(w) => vec![w.data],
         }
     }
 

@@ -30,6 +30,21 @@ impl RawFormat {
         debug_assert_eq!(blocks.len() / self.bytes * self.weights, out.len());
         (self.decode)(blocks, out);
     }
+
+    /// The codebook, for kernels that decode the type themselves: one `u16` per entry, the level number of value `j` in bits
+    /// `w * j` to `w * j + w - 1` (`w` = 3 for the IQ3 types, whose entries hold four values, otherwise 2). Empty for types
+    /// without one.
+    pub fn grid(&self) -> &'static [u16] {
+        match self.name {
+            "iq2_xxs" => &grids::IQ2_XXS,
+            "iq2_xs" => &grids::IQ2_XS,
+            "iq2_s" => &grids::IQ2_S,
+            "iq3_xxs" => &grids::IQ3_XXS,
+            "iq3_s" => &grids::IQ3_S,
+            "iq1_s" | "iq1_m" => &grids::IQ1_S,
+            _ => &[],
+        }
+    }
 }
 
 impl std::fmt::Debug for RawFormat {

@@ -1,0 +1,48 @@
+// What every GEMM kernel is given besides the matrix: activations, result, and the rows of a group.
+//
+// out [M, N'] (+)= x [M, K] * W [N', K]^T (+ bias [N']). Mirrored by `Request` in src/cuda/gemm/params.rs.
+#pragma once
+
+#include "common/types.cuh"
+
+struct Request {
+    /// bf16 `[M, x_stride]`.
+    const u16 *x;
+    /// f32 or bf16 `[M, out_stride]`.
+    void *out;
+    /// f32 `[N']`, or null.
+    const float *bias;
+    /// Rows of each expert as `offsets[e] .. offsets[e + 1]` of x and out; null: all M rows, one matrix.
+    const u32 *offsets;
+    /// Bytes from one expert's planes to the next one's.
+    u64 expert_stride;
+    u32 m, x_stride, out_stride;
+    /// Columns that are written.
+    u32 n;
+    u32 out_bf16;
+    /// Adds to what is there (f32 only).
+    u32 accumulate;
+};
+
+/// Rows that a block of threads works on.
+struct RowRange {
+    u32 first, end;
+};
+
+__device__ __forceinline__ RowRange rows_of(const Request &r, u32 expert) {
+    return r.offsets ? RowRange{r.offsets[expert], r.offsets[expert + 1]} : RowRange{0, r.m};
+}
+
+/// Writes one element.
+__device__ __forceinline__ void store(const Request &r, u32 row, u32 column, float value) {
+    const u64 at = static_cast<u64>(row) * r.out_stride + column;
+    if (r.bias) {
+        value += r.bias[column];
+    }
+    if (r.out_bf16) {
+        static_cast<u16 *>(r.out)[at] = to_bf16(value);
+    } else {
+        float *out = static_cast<float *>(r.out) + at;
+        *out = r.accumulate ? *out + value : value;
+    }
+}

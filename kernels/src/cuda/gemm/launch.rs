@@ -1,0 +1,107 @@
+//! The kernels of a device, and the choice among them.
+
+use super::matrix::Form;
+use super::params::{Raw, Request};
+use super::{DeviceMatrix, ExpertGroups, GemmRequest, checks};
+use crate::cuda::module::{Function, Module, arguments};
+use crate::cuda::{CudaContext, CudaError, CudaStream, DeviceMemory};
+use std::sync::Arc;
+use vt_bundle::codec::ggml::raw;
+
+/// Columns and rows that a block of the generic kernel computes at a time, and its threads.
+const GENERIC_N: u32 = 64;
+const GENERIC_M: u32 = 32;
+const GENERIC_THREADS: u32 = 256;
+/// Extent of a grid in y, at most.
+const MAX_GRID_Y: u32 = 65_535;
+
+/// The GEMM kernels, loaded for one device.
+#[derive(Debug)]
+pub struct Gemm {
+    generic: [Function; 3],
+    /// Codebooks of the raw formats, one after the other.
+    grids: DeviceMemory,
+}
+
+impl Gemm {
+    /// Loads the kernels.
+    ///
+    /// # Errors
+    /// [`CudaError::NotBuilt`] or [`CudaError::NoKernelImage`] where there are none for the device.
+    pub fn new(context: &Arc<CudaContext>) -> Result<Self, CudaError> {
+        let generic = Module::load(context, "gemm/generic")?;
+        let generic = [
+            generic.function(c"vt_gemm_generic_tiled", 0)?,
+            generic.function(c"vt_gemm_generic_rows", 0)?,
+            generic.function(c"vt_gemm_generic_raw", 0)?,
+        ];
+        let grids: Vec<u8> =
+            raw::FORMATS.iter().flat_map(|format| format.grid()).flat_map(|entry| entry.to_le_bytes()).collect();
+        let memory = DeviceMemory::new(context, grids.len() as u64, "codebooks")?;
+        memory.write(0, &grids)?;
+        Ok(Self { generic, grids: memory })
+    }
+
+    /// Bytes of workspace that products of up to `max_m` rows with this matrix need. The workspace must be zero before its
+    /// first use, and may serve any number of launches that follow each other in one stream.
+    pub fn workspace_bytes(&self, _matrix: &DeviceMatrix, _max_m: u32) -> u64 {
+        0
+    }
+
+    /// Starts one product.
+    ///
+    /// # Errors
+    /// [`CudaError::Unsupported`] where the request does not fit the matrix, or [`CudaError::Call`].
+    pub fn launch(
+        &self,
+        stream: &CudaStream,
+        matrix: &DeviceMatrix,
+        request: &GemmRequest,
+        _workspace: u64,
+    ) -> Result<(), CudaError> {
+        let checked = checks::check(matrix, request, None)?;
+        self.generic(stream, matrix, &checked, 1)
+    }
+
+    /// Starts products of each expert's matrix with the rows that were routed to it. `matrix` is expert 0, `request.m` all
+    /// rows together; rows beyond the last offset are left alone.
+    ///
+    /// # Errors
+    /// As for [`Gemm::launch`].
+    pub fn launch_grouped(
+        &self,
+        stream: &CudaStream,
+        matrix: &DeviceMatrix,
+        request: &GemmRequest,
+        groups: &ExpertGroups,
+        _workspace: u64,
+    ) -> Result<(), CudaError> {
+        let checked = checks::check(matrix, request, Some(groups))?;
+        self.generic(stream, matrix, &checked, groups.count)
+    }
+
+    fn generic(
+        &self,
+        stream: &CudaStream,
+        matrix: &DeviceMatrix,
+        request: &Request,
+        experts: u32,
+    ) -> Result<(), CudaError> {
+        let grid = [matrix.padded_n().div_ceil(GENERIC_N), request.m.div_ceil(GENERIC_M).min(MAX_GRID_Y), experts];
+        let block = [GENERIC_THREADS, 1, 1];
+        let [tiled, rows, raw] = &self.generic;
+        // SAFETY: arguments are the kernels'; the request is checked against the matrix, and the caller keeps both allocated.
+        unsafe {
+            match &matrix.form {
+                Form::Tiled { params, .. } => tiled.launch(stream, grid, block, 0, &mut arguments![**params, *request]),
+                Form::Rows(params) => rows.launch(stream, grid, block, 0, &mut arguments![*params, *request]),
+                Form::Raw { format, params } => {
+                    let before = raw::FORMATS.iter().take_while(|other| other.name != format.name);
+                    let entries: usize = before.map(|other| other.grid().len()).sum();
+                    let params = Raw { grid: self.grids.address() + 2 * entries as u64, ..*params };
+                    raw.launch(stream, grid, block, 0, &mut arguments![params, *request])
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,306 @@
+//! Products on the device against f64 sums over weights that the encoding's own formula decoded. Run with `VT_TEST_CUDA=1`
+//! on a machine with a GPU; without it nothing is tested.
+
+#![allow(clippy::unwrap_used)]
+
+mod common;
+
+use common::{Random, RandomMatrix, encodings};
+use half::bf16;
+use std::ops::Range;
+use std::sync::Arc;
+use vt_bundle::codec::ggml::raw;
+use vt_kernels::cuda::gemm::{DeviceMatrix, ExpertGroups, Gemm, GemmRequest, OutType};
+use vt_kernels::cuda::{CudaContext, CudaError, CudaStream, DeviceMemory};
+use vt_kernels::{FloatType, RawWeight, RowsWeight, Weight, reference};
+
+/// Elements beyond each row and rows beyond the last that no kernel may touch.
+const MARGIN: usize = 3;
+/// What memory holds before a launch: a NaN as f32 and as bf16.
+const POISON: u8 = 0xFF;
+
+struct Device {
+    context: Arc<CudaContext>,
+    stream: CudaStream,
+    gemm: Gemm,
+}
+
+/// The first device, or `None` where this run is not to use one.
+fn device() -> Option<Device> {
+    if std::env::var("VT_TEST_CUDA").as_deref() != Ok("1") {
+        eprintln!("VT_TEST_CUDA is not 1: nothing tested");
+        return None;
+    }
+    let context = CudaContext::new(0).unwrap();
+    let stream = CudaStream::new(&context).unwrap();
+    let gemm = Gemm::new(&context).unwrap();
+    Some(Device { context, stream, gemm })
+}
+
+impl Device {
+    fn memory(&self, bytes: &[u8]) -> DeviceMemory {
+        let memory = DeviceMemory::new(&self.context, bytes.len() as u64, "test").unwrap();
+        memory.write(0, bytes).unwrap();
+        memory
+    }
+
+    fn workspace(&self, matrix: &DeviceMatrix, m: usize) -> DeviceMemory {
+        self.memory(&vec![0; self.gemm.workspace_bytes(matrix, m as u32) as usize])
+    }
+}
+
+/// How a product is asked for.
+#[derive(Clone, Copy, Debug)]
+struct Form {
+    out_type: OutType,
+    bias: bool,
+    accumulate: bool,
+    deterministic: bool,
+}
+
+const PLAIN: Form = Form { out_type: OutType::F32, bias: false, accumulate: false, deterministic: false };
+const FORMS: [Form; 4] = [
+    PLAIN,
+    Form { bias: true, deterministic: true, ..PLAIN },
+    Form { bias: true, accumulate: true, ..PLAIN },
+    Form { out_type: OutType::Bf16, ..PLAIN },
+];
+
+/// Activations as the device sees them, `[m, k]`, and the bytes of `[m, stride]` with a poisoned margin.
+fn activations(random: &mut Random, m: usize, k: usize, stride: usize) -> (Vec<f32>, Vec<u8>) {
+    let x: Vec<f32> = random.activations(m * k).into_iter().map(|v| bf16::from_f32(v).to_f32()).collect();
+    let mut bytes = vec![POISON; (m * stride * 2).max(2)];
+    for (row, values) in x.chunks(k).enumerate() {
+        for (i, value) in values.iter().enumerate() {
+            let at = 2 * (row * stride + i);
+            bytes[at..at + 2].copy_from_slice(&bf16::from_f32(*value).to_le_bytes());
+        }
+    }
+    (x, bytes)
+}
+
+/// Compares every logical element of one product, and that nothing beside it was written.
+#[allow(clippy::needless_range_loop)]
+fn check(device: &Device, what: &str, weight: &Weight<'_>, logical: &[Range<usize>], m: usize, form: Form, seed: u64) {
+    let random = &mut Random(seed);
+    let (k, n) = (weight.k(), weight.out_stride());
+    let what = format!("{what}, M {m}, K {k}, N {n}, {form:?}");
+    let x_stride = k.next_multiple_of(8) + 8 * random.below(2);
+    let (x, x_bytes) = activations(random, m, k, x_stride);
+    let bias: Vec<f32> = (0..n).map(|_| random.unit()).collect();
+    let before: Vec<f32> = (0..m * n).map(|_| random.unit()).collect();
+    let out_stride = n + MARGIN;
+    let size = if form.out_type == OutType::F32 { 4 } else { 2 };
+    let mut out = vec![POISON; (m + 1) * out_stride * size];
+    if form.accumulate {
+        for (row, values) in before.chunks(n).enumerate() {
+            for (i, value) in values.iter().enumerate() {
+                let at = 4 * (row * out_stride + i);
+                out[at..at + 4].copy_from_slice(&value.to_le_bytes());
+            }
+        }
+    }
+    let matrix = DeviceMatrix::upload(&device.context, weight).unwrap();
+    let (x_memory, out_memory) = (device.memory(&x_bytes), device.memory(&out));
+    let bias_memory = device.memory(&bias.iter().flat_map(|v| v.to_le_bytes()).collect::<Vec<_>>());
+    let workspace = device.workspace(&matrix, m);
+    let request = GemmRequest {
+        x: x_memory.address(),
+        x_stride: x_stride as u32,
+        m: m as u32,
+        out: out_memory.address(),
+        out_type: form.out_type,
+        out_stride: out_stride as u32,
+        bias: form.bias.then(|| bias_memory.address()),
+        accumulate: form.accumulate,
+        deterministic: form.deterministic,
+    };
+    device.gemm.launch(&device.stream, &matrix, &request, workspace.address()).unwrap();
+    device.stream.synchronize().unwrap();
+    out_memory.read(0, &mut out).unwrap();
+
+    let decoded = reference::decode(weight);
+    let expected = reference::matmul(&x, &decoded, k);
+    let absolute = |v: &[f32]| v.iter().map(|v| v.abs()).collect::<Vec<_>>();
+    let magnitude = reference::matmul(&absolute(&x), &absolute(&decoded), k);
+    for row in 0..=m {
+        for column in 0..out_stride {
+            let at = size * (row * out_stride + column);
+            let bytes = &out[at..at + size];
+            if row == m || column >= n {
+                assert!(bytes.iter().all(|b| *b == POISON), "{what}: written beside the result at {row}, {column}");
+                continue;
+            }
+            let got = if size == 4 {
+                f32::from_le_bytes(bytes.try_into().unwrap())
+            } else {
+                bf16::from_le_bytes(bytes.try_into().unwrap()).to_f32()
+            };
+            if !logical.iter().any(|part| part.contains(&column)) {
+                assert!(bytes.iter().any(|b| *b != POISON), "{what}: {row}, {column} was not written");
+                continue;
+            }
+            let i = row * n + column;
+            let mut terms = (expected[i], magnitude[i]);
+            for (used, value) in [(form.bias, bias[column]), (form.accumulate, before[i])] {
+                if used {
+                    terms = (terms.0 + f64::from(value), terms.1 + f64::from(value.abs()));
+                }
+            }
+            // Sums of K f32 terms; and half a unit in the last place of bf16.
+            let rounding = if size == 2 { terms.0.abs() / 256.0 } else { 0.0 };
+            let error = (f64::from(got) - terms.0).abs();
+            let allowed = 3e-6 * terms.1.max(1e-30) + rounding;
+            assert!(error <= allowed, "{what}: {row}, {column} is {got}, expected {} (allowed {allowed:e})", terms.0);
+        }
+    }
+}
+
+fn whole(n: usize) -> Vec<Range<usize>> {
+    std::iter::once(0..n).collect()
+}
+
+#[test]
+fn every_encoding() {
+    let Some(device) = device() else { return };
+    let random = &mut Random(11);
+    for case in encodings() {
+        let unit = case.k_unit();
+        for (i, m) in [1, 2, 8, 13, 16, 17, 40, 64, 70].into_iter().enumerate() {
+            let k = (unit * (1 + random.below(if unit > 100 { 5 } else { 700 / unit }))).next_multiple_of(unit);
+            let (parts, logical) = match i % 3 {
+                0 => (vec![100, 64, 7], vec![0..100, 128..192, 192..199]),
+                1 => (vec![1500], whole(1500)),
+                _ => (vec![330, 513], vec![0..330, 384..897]),
+            };
+            let matrix = case.matrix(k, &parts, random);
+            let what = format!("{} group {} block {:?}", case.spec.decode, case.group, case.block);
+            check(&device, &what, &matrix.weight(), &logical, m, FORMS[i % FORMS.len()], random.next());
+        }
+    }
+}
+
+#[test]
+fn rows_of_floats() {
+    let Some(device) = device() else { return };
+    let random = &mut Random(12);
+    for dtype in [FloatType::F32, FloatType::F16, FloatType::Bf16] {
+        let shapes = [(1, 1, 1), (3, 17, 2), (37, 100, 5), (64, 576, 1), (19, 31, 70), (130, 48, 9), (700, 1000, 16)];
+        for (i, (n, k, m)) in shapes.into_iter().enumerate() {
+            let mut data = Vec::new();
+            for _ in 0..n * k {
+                let v = random.unit();
+                match dtype {
+                    FloatType::F32 => data.extend(v.to_le_bytes()),
+                    FloatType::F16 => data.extend(half::f16::from_f32(v).to_le_bytes()),
+                    FloatType::Bf16 => data.extend(bf16::from_f32(v).to_le_bytes()),
+                }
+            }
+            let weight = Weight::Rows(RowsWeight::new(dtype, n, k, &data).unwrap());
+            let form = FORMS[i % FORMS.len()];
+            check(&device, &format!("{dtype:?}"), &weight, &whole(n), m, form, random.next());
+        }
+    }
+}
+
+#[test]
+fn raw_blocks_of_every_type() {
+    let Some(device) = device() else { return };
+    let random = &mut Random(13);
+    for format in raw::FORMATS {
+        for (i, (n, blocks, m)) in [(1, 1, 1), (37, 3, 1), (20, 2, 7), (70, 5, 34)].into_iter().enumerate() {
+            let k = blocks * format.weights;
+            let scale = half::f16::from_f32(0.02).to_le_bytes();
+            // Random bits would give scales that are not finite: bytes below 64 are finite as halves of an f16.
+            let mut data: Vec<u8> = (0..n * blocks * format.bytes).map(|_| random.below(0x40) as u8).collect();
+            data.chunks_exact_mut(format.bytes).for_each(|block| block[..2].copy_from_slice(&scale));
+            let weight = Weight::Raw(RawWeight::new(format, n, k, &data).unwrap());
+            check(&device, format.name, &weight, &whole(n), m, FORMS[i], random.next());
+        }
+    }
+}
+
+#[test]
+fn experts_see_their_own_rows() {
+    let Some(device) = device() else { return };
+    let random = &mut Random(14);
+    for (decode, group) in [("nvfp4.modelopt@1", 16), ("fp8.channel.bf16@1", 0), ("q4_k.ggml@1", 32)] {
+        let spec = vt_bundle::encoding::find(decode).unwrap();
+        let (k, parts) = (512, [96, 200]);
+        let experts: Vec<RandomMatrix> =
+            (0..5).map(|_| RandomMatrix::new(spec, k, &parts, group, [0, 0], random)).collect();
+        let logical = [0..96, 128..328];
+        // An expert without rows, one with more than a block of threads takes at once.
+        let offsets = [0u32, 3, 3, 4, 74, 80];
+        let m = 80;
+        let weights: Vec<Weight<'_>> = experts.iter().map(RandomMatrix::weight).collect();
+        let (record, stride) = DeviceMatrix::upload_experts(&device.context, &weights).unwrap();
+        let (x, x_bytes) = activations(random, m, k, k);
+        let n = record.padded_n() as usize;
+        let (x_memory, out) = (device.memory(&x_bytes), device.memory(&vec![POISON; m * n * 4]));
+        let offset_memory = device.memory(&offsets.iter().flat_map(|o| o.to_le_bytes()).collect::<Vec<_>>());
+        let workspace = device.workspace(&record, m);
+        let request = GemmRequest {
+            x: x_memory.address(),
+            x_stride: k as u32,
+            m: m as u32,
+            out: out.address(),
+            out_type: OutType::F32,
+            out_stride: n as u32,
+            bias: None,
+            accumulate: false,
+            deterministic: false,
+        };
+        let groups = ExpertGroups { count: 5, stride, offsets: offset_memory.address() };
+        device.gemm.launch_grouped(&device.stream, &record, &request, &groups, workspace.address()).unwrap();
+        device.stream.synchronize().unwrap();
+        let mut bytes = vec![0; m * n * 4];
+        out.read(0, &mut bytes).unwrap();
+        for (e, expert) in experts.iter().enumerate() {
+            let decoded = reference::decode(&expert.weight());
+            let rows = offsets[e] as usize..offsets[e + 1] as usize;
+            let x = &x[rows.start * k..rows.end * k];
+            let expected = reference::matmul(x, &decoded, k);
+            let absolute = |v: &[f32]| v.iter().map(|v| v.abs()).collect::<Vec<_>>();
+            let magnitude = reference::matmul(&absolute(x), &absolute(&decoded), k);
+            for (i, row) in rows.enumerate() {
+                for column in logical.iter().cloned().flatten() {
+                    let at = 4 * (row * n + column);
+                    let got = f64::from(f32::from_le_bytes(bytes[at..at + 4].try_into().unwrap()));
+                    let (expected, scale) = (expected[i * n + column], magnitude[i * n + column]);
+                    assert!((got - expected).abs() <= 3e-6 * scale, "{decode}: {row}, {column}: {got}, not {expected}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn requests_that_do_not_fit_are_refused() {
+    let Some(device) = device() else { return };
+    let data = [0u8; 4 * 32];
+    let weight = Weight::Rows(RowsWeight::new(FloatType::F32, 2, 16, &data).unwrap());
+    let matrix = DeviceMatrix::upload(&device.context, &weight).unwrap();
+    let memory = device.memory(&[0; 1024]);
+    let fits = GemmRequest {
+        x: memory.address(),
+        x_stride: 16,
+        m: 1,
+        out: memory.address() + 512,
+        out_type: OutType::F32,
+        out_stride: 2,
+        bias: None,
+        accumulate: false,
+        deterministic: false,
+    };
+    let launch = |request: GemmRequest| device.gemm.launch(&device.stream, &matrix, &request, 0);
+    launch(fits).unwrap();
+    for wrong in [
+        GemmRequest { x_stride: 15, ..fits },
+        GemmRequest { out_stride: 1, ..fits },
+        GemmRequest { out_type: OutType::Bf16, accumulate: true, ..fits },
+        GemmRequest { out: fits.out + 1, ..fits },
+    ] {
+        assert!(matches!(launch(wrong), Err(CudaError::Unsupported { .. })));
+    }
+}
