@@ -28,6 +28,8 @@ const SOURCES: &[&str] = &[
     "kv_cache/write",
     // Products with matrices.
     "gemm/generic",
+    "moe/route",
+    "sampling/sample",
 ];
 /// What a daily build targets: Hopper with its own instructions.
 const DAILY: &str = "90a";

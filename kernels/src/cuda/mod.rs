@@ -17,7 +17,9 @@ mod leaves;
 mod memory;
 // Every family of kernels but the hash uses it.
 mod module;
+pub mod moe;
 pub mod norm;
+pub mod sampling;
 mod stream;
 mod transfer;
 

@@ -1,0 +1,292 @@
+//! Mixtures of experts on the device: routing, the order of rows by expert, and the sums back; launches of
+//! `cuda/moe/route.cu`. Nothing returns to the host.
+//!
+//! A pair is a token and one of its experts, `t * top_k + j`. Rows of the experts' products are the pairs sorted by expert,
+//! and within an expert by token.
+
+use super::error::require;
+use super::module::{Function, Module, arguments};
+use super::{CudaContext, CudaError, CudaStream};
+use crate::FloatType;
+use std::sync::Arc;
+
+/// Threads of a block of the row-wise kernels.
+const THREADS: u32 = 128;
+/// Threads of a block of the sort.
+const SORT_THREADS: u32 = 256;
+/// Most experts of a layer.
+pub const MAX_EXPERTS: usize = 512;
+/// Most experts of a token.
+pub const MAX_TOP_K: usize = 32;
+
+/// Sizes of a layer's routing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Routing {
+    /// T.
+    pub tokens: usize,
+    /// E, up to [`MAX_EXPERTS`].
+    pub experts: usize,
+    /// Experts of a token, up to [`MAX_TOP_K`].
+    pub top_k: usize,
+    /// Whether a token's weights are divided by their sum.
+    pub normalise: bool,
+}
+
+/// What routing writes: addresses of u32 and f32 arrays in device memory.
+#[derive(Clone, Copy, Debug)]
+pub struct RoutingTables {
+    /// u32 `[T, top_k]`: experts of each token, in order of their indices.
+    pub experts: u64,
+    /// f32 `[T, top_k]`: their weights.
+    pub weights: u64,
+    /// u32 `[E + 1]`: rows of expert `e` are `offsets[e] .. offsets[e + 1]`.
+    pub offsets: u64,
+    /// u32 `[T * top_k]`: the pair of each row.
+    pub pairs: u64,
+    /// u32 `[T * top_k]`: the row of each pair.
+    pub rows: u64,
+}
+
+impl RoutingTables {
+    /// Bytes of all tables, each at a multiple of 256; `None` on overflow.
+    pub fn bytes(tokens: usize, experts: usize, top_k: usize) -> Option<u64> {
+        Self::sizes(tokens, experts, top_k)?.iter().try_fold(0u64, |sum, size| sum.checked_add(*size))
+    }
+
+    /// The tables in memory of [`RoutingTables::bytes`] at `address`, a multiple of 256; `None` on overflow.
+    pub fn at(address: u64, tokens: usize, experts: usize, top_k: usize) -> Option<Self> {
+        let mut next = address;
+        let mut places = [0; 5];
+        for (place, size) in places.iter_mut().zip(Self::sizes(tokens, experts, top_k)?) {
+            *place = next;
+            next = next.checked_add(size)?;
+        }
+        let [experts, weights, offsets, pairs, rows] = places;
+        Some(Self { experts, weights, offsets, pairs, rows })
+    }
+
+    fn sizes(tokens: usize, experts: usize, top_k: usize) -> Option<[u64; 5]> {
+        let bytes = |entries: usize| u64::try_from(entries).ok()?.checked_mul(4)?.checked_next_multiple_of(256);
+        let pairs = bytes(tokens.checked_mul(top_k)?)?;
+        Some([pairs, pairs, bytes(experts.checked_add(1)?)?, pairs, pairs])
+    }
+}
+
+/// Rows of one type in device memory.
+#[derive(Clone, Copy, Debug)]
+pub struct ExpertRows {
+    /// Address, a multiple of 16.
+    pub address: u64,
+    /// f32 or bf16.
+    pub dtype: FloatType,
+    /// Elements from row to row, a multiple of 8.
+    pub stride: usize,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct Route {
+    logits: u64,
+    experts: u64,
+    weights: u64,
+    stride: u32,
+    at: u32,
+    tokens: u32,
+    count: u32,
+    top_k: u32,
+    normalise: u32,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct Sort {
+    experts: u64,
+    offsets: u64,
+    pairs: u64,
+    rows: u64,
+    count: u32,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct Gather {
+    x: u64,
+    pairs: u64,
+    out: u64,
+    stride: u32,
+    out_stride: u32,
+    width: u32,
+    top_k: u32,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct Combine {
+    y: u64,
+    rows: u64,
+    weights: u64,
+    out: u64,
+    stride: u32,
+    out_stride: u32,
+    width: u32,
+    top_k: u32,
+    accumulate: u32,
+}
+
+/// The kernels.
+#[derive(Debug)]
+pub struct MoeKernels {
+    route: Function,
+    sort: Function,
+    gather: Function,
+    combine_f32: Function,
+    combine_bf16: Function,
+}
+
+impl MoeKernels {
+    /// Loads them.
+    ///
+    /// # Errors
+    /// [`CudaError::NotBuilt`] or [`CudaError::NoKernelImage`] where there are none for the device.
+    pub fn new(context: &Arc<CudaContext>) -> Result<Self, CudaError> {
+        let module = Module::load(context, "moe/route")?;
+        Ok(Self {
+            route: module.function(c"vt_moe_route", 0)?,
+            sort: module.function(c"vt_moe_sort", 0)?,
+            gather: module.function(c"vt_moe_gather", 0)?,
+            combine_f32: module.function(c"vt_moe_combine_f32", 0)?,
+            combine_bf16: module.function(c"vt_moe_combine_bf16", 0)?,
+        })
+    }
+
+    /// Fills all `tables` from the router's logits, f32 rows `stride` elements apart with the experts from column `at`:
+    /// softmax over all experts, then the most likely ones, of equals the lower index. Two launches.
+    ///
+    /// # Errors
+    /// [`CudaError`].
+    pub fn route(
+        &self,
+        stream: &CudaStream,
+        routing: &Routing,
+        logits: u64,
+        stride: usize,
+        at: usize,
+        tables: &RoutingTables,
+    ) -> Result<(), CudaError> {
+        let op = "expert routing";
+        let Routing { tokens, experts, top_k, normalise } = *routing;
+        let fits = experts <= MAX_EXPERTS && top_k > 0 && top_k <= MAX_TOP_K.min(experts);
+        require(fits, op, || format!("{top_k} of {experts} experts"))?;
+        let columns = at.checked_add(experts).is_some_and(|end| end <= stride && u32::try_from(stride).is_ok());
+        require(columns, op, || format!("{experts} columns at {at} of {stride}"))?;
+        require(tokens <= 1 << 24, op, || format!("{tokens} tokens"))?;
+        let count = (tokens * top_k) as u32;
+        let parameters = Route {
+            logits,
+            experts: tables.experts,
+            weights: tables.weights,
+            stride: stride as u32,
+            at: at as u32,
+            tokens: tokens as u32,
+            count: experts as u32,
+            top_k: top_k as u32,
+            normalise: u32::from(normalise),
+        };
+        let blocks = (tokens as u32).div_ceil(THREADS / 32);
+        // SAFETY: `Route` is the kernel's parameter; the addresses name what `RoutingTables` and `logits` say, which the
+        // caller keeps.
+        unsafe { self.route.launch(stream, [blocks, 1, 1], [THREADS, 1, 1], 0, &mut arguments![parameters])? };
+        let parameters =
+            Sort { experts: tables.experts, offsets: tables.offsets, pairs: tables.pairs, rows: tables.rows, count };
+        let grid = [experts as u32, 1, 1];
+        // SAFETY: as above.
+        unsafe { self.sort.launch(stream, grid, [SORT_THREADS, 1, 1], 0, &mut arguments![parameters]) }
+    }
+
+    /// `out` bf16 `[T * top_k, width]`: row `r` is the row of `x` bf16 `[T, width]` whose pair is `tables.pairs[r]`.
+    ///
+    /// # Errors
+    /// [`CudaError`].
+    pub fn gather(
+        &self,
+        stream: &CudaStream,
+        routing: &Routing,
+        x: ExpertRows,
+        width: usize,
+        tables: &RoutingTables,
+        out: ExpertRows,
+    ) -> Result<(), CudaError> {
+        let op = "expert rows";
+        let bf16 = (x.dtype, out.dtype) == (FloatType::Bf16, FloatType::Bf16);
+        require(bf16, op, || format!("{:?} to {:?}", x.dtype, out.dtype))?;
+        check_rows(op, x, width)?;
+        check_rows(op, out, width)?;
+        let count = pairs(op, routing)?;
+        let parameters = Gather {
+            x: x.address,
+            pairs: tables.pairs,
+            out: out.address,
+            stride: x.stride as u32,
+            out_stride: out.stride as u32,
+            width: width as u32,
+            top_k: routing.top_k as u32,
+        };
+        let grid = [count, (width as u32).div_ceil(THREADS * 8), 1];
+        // SAFETY: `Gather` is the kernel's parameter; as in `route`.
+        unsafe { self.gather.launch(stream, grid, [THREADS, 1, 1], 0, &mut arguments![parameters]) }
+    }
+
+    /// `out` f32 `[T, width]`: the weighted sum of each token's rows of `y`, in order of the experts' indices; added to what
+    /// is there where `accumulate`.
+    ///
+    /// # Errors
+    /// [`CudaError`].
+    #[expect(clippy::too_many_arguments, reason = "a launch: each is an argument of the kernel")]
+    pub fn combine(
+        &self,
+        stream: &CudaStream,
+        routing: &Routing,
+        y: ExpertRows,
+        width: usize,
+        tables: &RoutingTables,
+        out: ExpertRows,
+        accumulate: bool,
+    ) -> Result<(), CudaError> {
+        let op = "sum of experts";
+        require(out.dtype == FloatType::F32, op, || format!("sums in {:?}", out.dtype))?;
+        check_rows(op, y, width)?;
+        check_rows(op, out, width)?;
+        pairs(op, routing)?;
+        let function = match y.dtype {
+            FloatType::F32 => &self.combine_f32,
+            FloatType::Bf16 => &self.combine_bf16,
+            FloatType::F16 => return Err(CudaError::Unsupported { op, what: "rows of f16".to_owned() }),
+        };
+        let parameters = Combine {
+            y: y.address,
+            rows: tables.rows,
+            weights: tables.weights,
+            out: out.address,
+            stride: y.stride as u32,
+            out_stride: out.stride as u32,
+            width: width as u32,
+            top_k: routing.top_k as u32,
+            accumulate: u32::from(accumulate),
+        };
+        let grid = [routing.tokens as u32, (width as u32).div_ceil(THREADS * 4), 1];
+        // SAFETY: `Combine` is the kernel's parameter; as in `route`.
+        unsafe { function.launch(stream, grid, [THREADS, 1, 1], 0, &mut arguments![parameters]) }
+    }
+}
+
+/// Pairs of a launch, as the x side of a grid.
+fn pairs(op: &'static str, routing: &Routing) -> Result<u32, CudaError> {
+    let count = routing.tokens.checked_mul(routing.top_k).and_then(|n| i32::try_from(n).ok());
+    count.map(|n| n as u32).ok_or_else(|| CudaError::Unsupported { op, what: format!("{routing:?}") })
+}
+
+fn check_rows(op: &'static str, rows: ExpertRows, width: usize) -> Result<(), CudaError> {
+    let aligned = rows.address.is_multiple_of(16) && rows.stride.is_multiple_of(8) && width.is_multiple_of(8);
+    let fits = aligned && width <= rows.stride && i32::try_from(rows.stride).is_ok();
+    require(fits, op, || format!("{width} columns of {rows:?}"))
+}
