@@ -124,6 +124,24 @@ pub enum BundleError {
         /// Tensors that lie in it.
         tensors: Vec<String>,
     },
+    /// The record of an expert is corrupt.
+    #[error(
+        "{}: the record of expert {expert} of {tensor} is corrupt: BLAKE3 is {found}, expected {expected}; \
+         fetch or convert the bundle again",
+        path.display()
+    )]
+    Record {
+        /// The bundle.
+        path: PathBuf,
+        /// A tensor of the record.
+        tensor: String,
+        /// The expert.
+        expert: u64,
+        /// Hash of the bytes.
+        found: String,
+        /// Hash expected.
+        expected: String,
+    },
     /// The bundle's id is not the one that was asked for.
     #[error("{}: bundle id {found}, expected {expected}", path.display())]
     Id {
@@ -168,6 +186,7 @@ impl BundleError {
             | BundleError::Size { .. }
             | BundleError::Hash { .. }
             | BundleError::Leaf { .. }
+            | BundleError::Record { .. }
             | BundleError::Id { .. }
             | BundleError::Padding { .. } => 4,
         }

@@ -335,6 +335,19 @@ pub struct Experts {
     pub record_hashes: u64,
 }
 
+impl Experts {
+    /// First byte of one expert's record.
+    ///
+    /// # Panics
+    /// Where there is no such expert.
+    pub fn record_start(&self, expert: u64) -> u64 {
+        match &self.offsets {
+            Some(offsets) => offsets[expert as usize],
+            None => self.record_offset + expert * self.stride.unwrap_or(0),
+        }
+    }
+}
+
 /// Scales of a quantised KV cache.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]

@@ -105,6 +105,27 @@ impl ContiguousMap {
 }
 
 impl ContiguousMap {
+    /// Makes the pages of a range resident, and waits for them: reads them from the files where they are not in the page
+    /// cache.
+    pub fn populate(&self, offset: usize, len: usize) {
+        let page = rustix::param::page_size();
+        let start = offset.min(self.len) / page * page;
+        let end = offset.saturating_add(len).min(self.len);
+        if end <= start {
+            return;
+        }
+        // SAFETY: both ranges lie inside this value's mapping, and the advice changes no byte of it.
+        let there = unsafe {
+            let _ = rustix::mm::madvise(self.start.add(start), end - start, rustix::mm::Advice::WillNeed);
+            rustix::mm::madvise(self.start.add(start), end - start, rustix::mm::Advice::LinuxPopulateRead)
+        };
+        if there.is_err() {
+            // Kernels before 5.14 do not know the advice: a look at every page does the same.
+            let sum = self.bytes()[start..end].iter().step_by(page).fold(0u8, |sum, byte| sum ^ byte);
+            std::hint::black_box(sum);
+        }
+    }
+
     /// Gives the resident pages of a range back; a later access reads them from the files again.
     pub fn release(&self, offset: usize, len: usize) {
         let page = rustix::param::page_size();
@@ -153,6 +174,16 @@ impl HugePages {
     /// # Errors
     /// What the operating system says about `mmap`.
     pub fn new(len: usize) -> io::Result<Self> {
+        let mut memory = Self::untouched(len)?;
+        memory.bytes_mut().fill(0);
+        Ok(memory)
+    }
+
+    /// Maps `len` bytes, all zero, that become resident as they are touched.
+    ///
+    /// # Errors
+    /// What the operating system says about `mmap`.
+    pub fn untouched(len: usize) -> io::Result<Self> {
         use rustix::mm::{MapFlags, ProtFlags};
         let too_large = || io::Error::from(io::ErrorKind::OutOfMemory);
         let reserved_len = len.max(1).checked_add(Self::ALIGN).ok_or_else(too_large)?;
@@ -168,17 +199,16 @@ impl HugePages {
         let skip = reserved.align_offset(Self::ALIGN);
         // SAFETY: `skip < ALIGN`, so the start and `len` bytes from it lie inside the mapping.
         let start = unsafe { reserved.cast::<u8>().add(skip) };
-        let mut memory = Self { reserved, reserved_len, start, len };
+        let memory = Self { reserved, reserved_len, start, len };
         // SAFETY: the range lies inside the mapping, which is private and anonymous. The advice is a hint: without it the
         // pages are small.
         let _ = unsafe { rustix::mm::madvise(start.cast(), len, rustix::mm::Advice::LinuxHugepage) };
-        memory.bytes_mut().fill(0);
         Ok(memory)
     }
 
     /// The bytes.
     pub fn bytes(&self) -> &[u8] {
-        // SAFETY: mapped readable and writable until drop, and zeroed by `new`.
+        // SAFETY: mapped readable and writable until drop, and zero at first.
         unsafe { std::slice::from_raw_parts(self.start, self.len) }
     }
 

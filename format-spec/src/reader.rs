@@ -182,6 +182,25 @@ impl Bundle {
         Ok(leaves)
     }
 
+    /// The hashes of expert records, by the index that [`Experts::record_hashes`](crate::manifest::Experts) starts from; none
+    /// where no tensor has experts.
+    ///
+    /// # Errors
+    /// As [`Bundle::read_asset`]; [`BundleError::Inconsistent`] if the table is too short for a tensor.
+    pub fn expert_hashes(&self) -> Result<Vec<Digest>, BundleError> {
+        let asset = self.manifest.asset(AssetRole::ExpertHashes);
+        let bytes = asset.map(|asset| self.read_asset(asset)).transpose()?.unwrap_or_default();
+        let (hashes, rest) = bytes.as_chunks::<32>();
+        let experts = self.manifest.tensors.iter().filter_map(|t| t.experts.as_ref());
+        let needed = experts.map(|e| e.record_hashes.saturating_add(e.count)).max().unwrap_or(0);
+        if !rest.is_empty() || (hashes.len() as u64) < needed {
+            let path = self.dir.join(asset.map_or(file_name::MANIFEST, |asset| &asset.file));
+            let reason = format!("{} bytes of hashes of expert records, {needed} records have one each", bytes.len());
+            return Err(BundleError::Inconsistent { path, reason });
+        }
+        Ok(hashes.to_vec())
+    }
+
     /// Checks mapped bytes of an address space against its leaves, in parallel on the current rayon pool.
     ///
     /// `progress` is called with the bytes of each leaf that has been checked.

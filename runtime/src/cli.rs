@@ -1,6 +1,6 @@
 //! The command line of `vt-run`. Every flag has an environment twin, which the help names.
 
-use crate::load::upload::{IoMode, UploadOptions};
+use crate::load::upload::{IoMode, Residency, UploadOptions};
 use clap::{Args as _, CommandFactory, FromArgMatches, Parser, ValueEnum};
 use std::path::PathBuf;
 use std::str::FromStr;
@@ -174,6 +174,7 @@ impl UploadArgs {
             readers: usize::from(self.upload_readers),
             io,
             drop_cache: self.upload_drop_cache,
+            residency: Residency::Auto,
         }
     }
 }

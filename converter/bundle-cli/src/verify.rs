@@ -181,10 +181,7 @@ fn experts(bundle: &Bundle, placement: Placement, space: &[u8], report: &mut Rep
             continue;
         }
         for expert in 0..experts.count {
-            let start = match &experts.offsets {
-                Some(offsets) => offsets[expert as usize],
-                None => experts.record_offset + expert * experts.stride.unwrap_or(0),
-            } as usize;
+            let start = experts.record_start(expert) as usize;
             let record = &space[start..start + experts.record_size as usize];
             let found = *blake3::hash(record).as_bytes();
             let expected = experts.record_hashes.checked_add(expert).and_then(|i| hashes.get(i as usize));

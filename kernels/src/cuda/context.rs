@@ -44,11 +44,16 @@ fn start_driver() -> Result<(), CudaError> {
     if !unsafe { sys::is_culib_present() } {
         return Err(CudaError::NoDriver);
     }
-    let found = driver_version()?;
-    if found < MIN_DRIVER {
-        return Err(CudaError::DriverTooOld { found, needed: MIN_DRIVER });
-    }
+    new_enough(driver_version()?)?;
     result::init().named("cuInit")
+}
+
+/// Refuses a driver that lacks functions used here, by its version.
+fn new_enough(found: i32) -> Result<(), CudaError> {
+    match found < MIN_DRIVER {
+        true => Err(CudaError::DriverTooOld { found, needed: MIN_DRIVER }),
+        false => Ok(()),
+    }
 }
 
 /// Version of the driver: 12080 is CUDA 12.8.
@@ -200,4 +205,36 @@ fn attributes(device: sys::CUdevice) -> Result<DeviceAttributes, CudaError> {
         integrated: get(Attribute::CU_DEVICE_ATTRIBUTE_INTEGRATED)? != 0,
         host_page_tables: get(Attribute::CU_DEVICE_ATTRIBUTE_PAGEABLE_MEMORY_ACCESS_USES_HOST_PAGE_TABLES)? != 0,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_old_driver_is_refused_with_both_versions() {
+        for found in [11_080, 12_070, MIN_DRIVER - 1, 0] {
+            let error = new_enough(found).expect_err("older than the oldest");
+            let text = error.to_string();
+            let offered = format!("offers CUDA {}.{}, at least 12.8 is needed", found / 1000, found % 1000 / 10);
+            assert!(text.contains(&offered) && text.contains("update the driver"), "{text}");
+        }
+        for found in [MIN_DRIVER, 13_000] {
+            assert!(new_enough(found).is_ok());
+        }
+    }
+
+    #[test]
+    fn shared_memory_counts_and_migration_does_not() {
+        let card = DeviceAttributes {
+            name: "card".to_owned(),
+            capability: 90,
+            multiprocessors: 132,
+            integrated: false,
+            host_page_tables: false,
+        };
+        assert!(!card.host_addressable());
+        assert!(DeviceAttributes { integrated: true, ..card.clone() }.host_addressable());
+        assert!(DeviceAttributes { host_page_tables: true, ..card }.host_addressable());
+    }
 }

@@ -59,6 +59,12 @@ pub enum CudaError {
         /// What was asked for.
         what: String,
     },
+    /// The memory is a mapped file.
+    #[error("{what}: the memory is a file that is mapped read-only")]
+    ReadOnly {
+        /// What was tried.
+        what: &'static str,
+    },
     /// Anything else that the driver says.
     #[error("{call}: {name}: {text}")]
     Call {

@@ -12,6 +12,24 @@ const THREADS: u32 = 256;
 /// Shared memory of a block: 1024 chunk values, and two stages of 32 padded blocks for each of 8 warps.
 const SHARED_BYTES: u32 = 1024 * 32 + 8 * 2 * 32 * 80;
 
+/// Bytes that the kernel reads at once, at multiples of as many.
+const LOAD_BYTES: u64 = 16;
+
+/// Leaves of a message that lies in device memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LeafRange {
+    /// First byte of the message within the memory, a multiple of 16.
+    pub start: u64,
+    /// Bytes of the message.
+    pub bytes: u64,
+    /// Bytes after which the chunk counter starts again, rounded up to whole leaves: each segment is a file of its own.
+    pub segment_bytes: u64,
+    /// Index of the first leaf.
+    pub first: u64,
+    /// Leaves.
+    pub count: u32,
+}
+
 /// The kernel and a stream for it.
 #[derive(Debug)]
 pub struct LeafHasher {
@@ -46,33 +64,30 @@ impl LeafHasher {
         StagingBuffer::pinned(self.stream.context(), bytes).map(Arc::new)
     }
 
-    /// Starts hashing leaves `first .. first + count` of the image that fills the first `bytes` bytes of `memory`, after
-    /// everything submitted to `after` so far. Leaf `i` gets entry `i` of `table`.
-    ///
-    /// The chunk counter starts again every `segment_bytes`, a multiple of the leaf.
+    /// Starts hashing leaves of `memory`, after everything submitted to `after` so far. Leaf `i` gets entry `i` of `table`.
     ///
     /// # Errors
     /// [`CudaError`].
-    #[expect(clippy::too_many_arguments, reason = "a launch: every number is an argument of the kernel")]
     pub fn hash(
         &self,
         memory: &Arc<DeviceMemory>,
-        bytes: u64,
-        segment_bytes: u64,
-        first: u64,
-        count: u32,
+        leaves: &LeafRange,
         table: &Arc<StagingBuffer>,
         after: Option<&CudaStream>,
     ) -> Result<PendingLeaves, CudaError> {
-        check_range("hash", 0, bytes, memory.len())?;
+        let LeafRange { start, bytes, segment_bytes, first, count } = *leaves;
+        check_range("hash", start, bytes, memory.len())?;
         check_range("hash leaves", first, u64::from(count), leaf_count(bytes))?;
         check_range("leaf values", first, u64::from(count), table.len() as u64 / 32)?;
+        if !start.is_multiple_of(LOAD_BYTES) {
+            return Err(CudaError::OutOfRange { what: "hash from an odd start", start, end: start, bytes });
+        }
         if let Some(copies) = after {
             self.stream.wait_for(copies)?;
         }
         let event = Event::new(self.stream.context())?;
-        let segment_leaves = segment_bytes / LEAF_BYTES;
-        let data = memory.address();
+        let segment_leaves = segment_bytes.div_ceil(LEAF_BYTES).max(1);
+        let data = memory.address() + start;
         let values = table.device_address()? + first * 32;
         // SAFETY: the arguments have the kernel's types in its order; the kernel reads inside `bytes` and writes `count`
         // entries, both checked; `PendingLeaves` keeps the memory until the kernel is done.

@@ -1,18 +1,21 @@
 //! Memory of the device, and host memory that it copies from.
 
 use super::error::{Named, check_range, of_allocation};
+use super::host::{HostPlace, SharedPlace};
 use super::stream::Event;
 use super::{CudaContext, CudaError};
 use cudarc::driver::{result, sys};
 use std::sync::Arc;
 use vt_bundle::mmap::HugePages;
 
-/// An allocation on the device. Freed when the last owner drops it.
+/// An allocation on the device, or memory that the device shares with the host. Freed when the last owner drops it.
 #[derive(Debug)]
 pub struct DeviceMemory {
     context: Arc<CudaContext>,
     address: sys::CUdeviceptr,
     bytes: u64,
+    /// The host memory that this is, where it is no allocation of its own.
+    shared: Option<SharedPlace>,
 }
 
 impl DeviceMemory {
@@ -26,7 +29,22 @@ impl DeviceMemory {
         let len = usize::try_from(bytes.max(1)).map_err(|_| CudaError::OutOfMemory { what, bytes })?;
         // SAFETY: the context is current; freed in `drop`.
         let address = unsafe { result::malloc_sync(len) }.map_err(|e| of_allocation(e, "cuMemAlloc", what, bytes))?;
-        Ok(Self { context: Arc::clone(context), address, bytes })
+        Ok(Self { context: Arc::clone(context), address, bytes, shared: None })
+    }
+
+    /// Takes the first `bytes` bytes of host memory as they are: the device reads them where they lie.
+    ///
+    /// # Errors
+    /// [`CudaError::OutOfMemory`] where the pages cannot be locked, [`CudaError::OutOfRange`] where there are fewer bytes.
+    pub fn shared(context: &Arc<CudaContext>, place: HostPlace, bytes: u64) -> Result<Self, CudaError> {
+        check_range("share host memory", 0, bytes, place.bytes().len() as u64)?;
+        let (shared, address) = SharedPlace::new(context, place)?;
+        Ok(Self { context: Arc::clone(context), address, bytes, shared: Some(shared) })
+    }
+
+    /// Whether this is memory of the host.
+    pub fn is_shared(&self) -> bool {
+        self.shared.is_some()
     }
 
     /// Bytes.
@@ -55,6 +73,10 @@ impl DeviceMemory {
     /// [`CudaError`].
     pub fn read(&self, offset: u64, to: &mut [u8]) -> Result<(), CudaError> {
         check_range("read from the device", offset, to.len() as u64, self.bytes)?;
+        if let Some(shared) = &self.shared {
+            to.copy_from_slice(&shared.bytes()[offset as usize..][..to.len()]);
+            return Ok(());
+        }
         self.context.bind()?;
         // SAFETY: the range lies inside the allocation, and the copy is done when the call returns.
         unsafe { result::memcpy_dtoh_sync(to, self.address + offset) }.named("cuMemcpyDtoH")
@@ -63,9 +85,12 @@ impl DeviceMemory {
     /// Copies bytes to the device and waits; for small things, tests and diagnosis.
     ///
     /// # Errors
-    /// [`CudaError`].
+    /// [`CudaError::ReadOnly`] where the memory is a mapped file; others.
     pub fn write(&self, offset: u64, from: &[u8]) -> Result<(), CudaError> {
         check_range("write to the device", offset, from.len() as u64, self.bytes)?;
+        if self.shared.as_ref().is_some_and(|shared| !shared.is_writable()) {
+            return Err(CudaError::ReadOnly { what: "write to the device" });
+        }
         self.context.bind()?;
         // SAFETY: the range lies inside the allocation; work on the device that reads it at the same time reads old or new
         // bytes, which no reference of the host can see.
@@ -75,9 +100,15 @@ impl DeviceMemory {
 
 impl Drop for DeviceMemory {
     fn drop(&mut self) {
-        if self.context.bind().is_ok() {
+        if self.context.bind().is_err() {
+            return;
+        }
+        match self.shared {
+            // Unlocking and unmapping, which follow, do not wait for the device by themselves.
+            // SAFETY: the context is current.
+            Some(_) => _ = unsafe { sys::cuCtxSynchronize() },
             // SAFETY: allocated in `new`. The call waits for work on the device that still uses it.
-            let _ = unsafe { result::free_sync(self.address) };
+            None => _ = unsafe { result::free_sync(self.address) },
         }
     }
 }

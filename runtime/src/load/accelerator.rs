@@ -7,6 +7,7 @@
 use super::{Ledger, LoadError};
 use std::sync::Arc;
 use vt_bundle::hash::Digest;
+use vt_kernels::cuda::HostPlace;
 
 /// Bytes of a staging buffer and their place on the device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -47,6 +48,15 @@ pub trait Accelerator: Send + Sync {
     /// [`LoadError::Device`] where there is not enough memory.
     fn allocate(&self, bytes: u64) -> Result<Self::Memory, LoadError>;
 
+    /// Whether the device reads host memory as fast as any, so that an image need not be copied (Jetson, GB10, GH200).
+    fn shares_host_memory(&self) -> bool;
+
+    /// Takes host memory as the memory of an image of `bytes` bytes. 256-aligned.
+    ///
+    /// # Errors
+    /// [`LoadError::Device`] where the device cannot address it.
+    fn share(&self, place: HostPlace, bytes: u64) -> Result<Self::Memory, LoadError>;
+
     /// Host memory for copies: page-locked, or ordinary where pinning has failed.
     ///
     /// # Errors
@@ -65,6 +75,12 @@ pub trait Accelerator: Send + Sync {
     /// [`LoadError::Device`].
     fn wait(&self, copy: Self::Copy) -> Result<Self::Buffer, LoadError>;
 
+    /// Whether the device has a hash kernel.
+    ///
+    /// # Errors
+    /// [`LoadError::Device`] where it has none; the host does it then.
+    fn can_hash(&self) -> Result<(), LoadError>;
+
     /// Gets ready to hash the image that fills `memory`, in segments of [`vt_bundle::hash::SEGMENT_BYTES`].
     ///
     /// # Errors
@@ -76,6 +92,12 @@ pub trait Accelerator: Send + Sync {
     /// # Errors
     /// [`LoadError::Device`].
     fn hash(&self, memory: &Self::Memory, first: u64, count: u32) -> Result<Self::Hash, LoadError>;
+
+    /// Starts hashing the leaves of a message of its own within the image: `bytes` bytes from `start`, a multiple of 16.
+    ///
+    /// # Errors
+    /// [`LoadError::Device`].
+    fn hash_message(&self, memory: &Self::Memory, start: u64, bytes: u64) -> Result<Self::Hash, LoadError>;
 
     /// Waits for leaf values.
     ///

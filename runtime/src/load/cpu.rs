@@ -1,5 +1,6 @@
 //! The CPU: the mapped image is the arena.
 
+use super::upload::Residency;
 use super::{Device, HostArena, LoadError, LoadReport, Resident, Verify};
 use vt_bundle::Bundle;
 use vt_bundle::manifest::Placement;
@@ -34,6 +35,7 @@ impl Device for CpuDevice {
         progress: &(dyn Fn(u64) + Sync),
     ) -> Result<Resident<ContiguousMap>, LoadError> {
         let mut report = LoadReport::new(self.name());
+        report.residency = Residency::Aliased;
         let map = bundle.map(Placement::Image)?;
         if verify != Verify::Off {
             report.verify = Verify::Host;

@@ -4,8 +4,8 @@ use super::{Accelerator, Ledger, LoadError, Piece};
 use std::sync::{Arc, OnceLock};
 use vt_bundle::hash::{Digest, LEAF_BYTES, SEGMENT_BYTES, leaf_count};
 use vt_kernels::cuda::{
-    CudaContext, CudaError, CudaStream, DeviceMemory, LeafHasher, PendingLeaves, PendingUpload, StagingBuffer,
-    UploadRange,
+    CudaContext, CudaError, CudaStream, DeviceMemory, HostPlace, LeafHasher, LeafRange, PendingLeaves, PendingUpload,
+    StagingBuffer, UploadRange,
 };
 
 /// One CUDA device as this process uses it: a stream for copies, one for hashing.
@@ -15,6 +15,7 @@ pub struct CudaAccelerator {
     copies: CudaStream,
     hasher: OnceLock<LeafHasher>,
     ledger: Arc<Ledger>,
+    shares_host_memory: bool,
 }
 
 impl CudaAccelerator {
@@ -27,7 +28,16 @@ impl CudaAccelerator {
             |error: CudaError| LoadError::Device { device: format!("cuda:{index}"), reason: error.to_string() };
         let context = CudaContext::new(index).map_err(failed)?;
         let copies = CudaStream::new(&context).map_err(failed)?;
-        Ok(Self { context, copies, hasher: OnceLock::new(), ledger: Arc::new(Ledger::default()) })
+        let (hasher, ledger) = (OnceLock::new(), Arc::new(Ledger::default()));
+        let shares_host_memory = context.attributes().host_addressable();
+        Ok(Self { context, copies, hasher, ledger, shares_host_memory })
+    }
+
+    /// The same device as if it shared the host's memory, or did not. A card behind PCIe then reads page-locked host memory
+    /// through the link: slow, but the same bytes by the same code.
+    #[must_use]
+    pub fn sharing_host_memory(self, shares_host_memory: bool) -> Self {
+        Self { shares_host_memory, ..self }
     }
 
     /// The device's context.
@@ -91,6 +101,16 @@ impl Accelerator for CudaAccelerator {
         Ok(CudaArena { memory, values: OnceLock::new(), ledger: Arc::clone(&self.ledger) })
     }
 
+    fn shares_host_memory(&self) -> bool {
+        self.shares_host_memory
+    }
+
+    fn share(&self, place: HostPlace, bytes: u64) -> Result<CudaArena, LoadError> {
+        let memory = DeviceMemory::shared(&self.context, place, bytes).map_err(|e| self.failed(e))?;
+        self.ledger.shared(bytes);
+        Ok(CudaArena { memory: Arc::new(memory), values: OnceLock::new(), ledger: Arc::clone(&self.ledger) })
+    }
+
     fn buffer(&self, bytes: usize, pinned: bool) -> Result<StagingBuffer, LoadError> {
         let make = if pinned { StagingBuffer::pinned } else { StagingBuffer::pageable };
         let buffer = make(&self.context, bytes).map_err(|e| self.failed(e))?;
@@ -111,6 +131,10 @@ impl Accelerator for CudaAccelerator {
         copy.wait().map_err(|e| self.failed(e))
     }
 
+    fn can_hash(&self) -> Result<(), LoadError> {
+        self.hasher().map(|_| ())
+    }
+
     fn prepare_hash(&self, memory: &CudaArena) -> Result<(), LoadError> {
         let hasher = self.hasher()?;
         if memory.values.get().is_none() {
@@ -126,9 +150,21 @@ impl Accelerator for CudaAccelerator {
         let Some(values) = values.get() else {
             return Err(LoadError::Device { device: self.name(), reason: "no table for leaf values".to_owned() });
         };
-        let bytes = memory.memory.len();
-        let hash = hasher.hash(&memory.memory, bytes, SEGMENT_BYTES, first, count, values, Some(&self.copies));
-        let hash = hash.map_err(|e| self.failed(e))?;
+        let leaves = LeafRange { start: 0, bytes: memory.memory.len(), segment_bytes: SEGMENT_BYTES, first, count };
+        let hash = hasher.hash(&memory.memory, &leaves, values, Some(&self.copies)).map_err(|e| self.failed(e))?;
+        self.ledger.hashed(u64::from(count));
+        Ok(hash)
+    }
+
+    fn hash_message(&self, memory: &CudaArena, start: u64, bytes: u64) -> Result<PendingLeaves, LoadError> {
+        let hasher = self.hasher()?;
+        let count = u32::try_from(leaf_count(bytes)).map_err(|_| LoadError::Device {
+            device: self.name(),
+            reason: format!("a message of {bytes} bytes has too many leaves for one launch"),
+        })?;
+        let values = hasher.table(u64::from(count)).map_err(|e| self.failed(e))?;
+        let leaves = LeafRange { start, bytes, segment_bytes: bytes, first: 0, count };
+        let hash = hasher.hash(&memory.memory, &leaves, &values, Some(&self.copies)).map_err(|e| self.failed(e))?;
         self.ledger.hashed(u64::from(count));
         Ok(hash)
     }

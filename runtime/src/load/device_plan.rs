@@ -96,3 +96,113 @@ impl MemoryPlan {
         })
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+    use vt_bundle::manifest::Model;
+    use vt_kernels::kv_cache::KvType;
+
+    const GIB: u64 = 1 << 30;
+
+    /// Llama 3.1 8B.
+    fn config() -> ModelConfig {
+        let config = json!({
+            "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+            "num_hidden_layers": 32, "intermediate_size": 14336, "vocab_size": 128_256, "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 131_072, "tie_word_embeddings": false, "rope_theta": 500_000.0
+        });
+        let model = Model { architecture: "llama".to_owned(), config, conventions: Vec::new() };
+        ModelConfig::from_manifest(&model).unwrap()
+    }
+
+    fn request() -> MemoryRequest {
+        MemoryRequest {
+            max_model_len: None,
+            max_num_seqs: 16,
+            max_batch_tokens: 512,
+            kv_type: KvType::F16,
+            kv_cache_bytes: None,
+            available: None,
+        }
+    }
+
+    fn device(total: u64) -> DeviceMemory {
+        DeviceMemory { name: "cuda:0".to_owned(), total, utilization: 0.9 }
+    }
+
+    fn bytes(plan: &MemoryPlan, name: &str) -> u64 {
+        plan.categories.iter().find(|c| c.name == name).unwrap().bytes
+    }
+
+    fn refusal(result: Result<MemoryPlan, LoadError>) -> (u64, u64, String) {
+        match result {
+            Err(LoadError::DoesNotFit { needed, available, advice }) => (needed, available, advice),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn categories_add_up_and_stay_within_the_share() {
+        let plan = MemoryPlan::for_device(&config(), 5 * GIB, &request(), &device(80 * GIB)).unwrap();
+        assert_eq!(bytes(&plan, "weights"), 5 * GIB);
+        assert_eq!(plan.total, plan.categories.iter().map(|c| c.bytes).sum::<u64>());
+        assert_eq!(plan.available, Some((80.0 * 0.9 * GIB as f64) as u64));
+        assert!(plan.fits && plan.total <= plan.available.unwrap());
+        assert_eq!(plan.kv_tokens, plan.kv_blocks * BLOCK_LEN);
+        // 32 layers x (keys, values) x 8 heads x 128 elements x 2 bytes of every token.
+        assert_eq!(bytes(&plan, "kv-cache"), plan.kv_tokens as u64 * 32 * 2 * 8 * 128 * 2);
+        assert!(plan.kv_tokens >= plan.max_model_len);
+        assert_eq!(plan.device, "cuda:0");
+    }
+
+    #[test]
+    fn a_cache_of_short_sequences_is_no_larger_than_they_need() {
+        let request = MemoryRequest { max_model_len: Some(1000), max_num_seqs: 3, ..request() };
+        let plan = MemoryPlan::for_device(&config(), 5 * GIB, &request, &device(80 * GIB)).unwrap();
+        assert_eq!(plan.max_model_len, 1000);
+        assert_eq!(plan.kv_blocks, 3 * 1000usize.div_ceil(BLOCK_LEN));
+    }
+
+    #[test]
+    fn the_cache_takes_what_weights_leave() {
+        let sizes = [5 * GIB, 15 * GIB];
+        let [small, large] =
+            sizes.map(|image| MemoryPlan::for_device(&config(), image, &request(), &device(24 * GIB)).unwrap());
+        let per_block = bytes(&small, "kv-cache") / small.kv_blocks as u64;
+        let fewer = (small.kv_blocks - large.kv_blocks) as u64 * per_block;
+        assert!(fewer.abs_diff(10 * GIB) <= per_block, "{fewer}");
+        assert!(large.max_model_len < 131_072 && large.notes.iter().any(|n| n.contains("cut")), "{:?}", large.notes);
+    }
+
+    #[test]
+    fn refusals_say_which_flag_to_change() {
+        // The weights alone are too large for the share, but not for the device.
+        let (needed, available, advice) =
+            refusal(MemoryPlan::for_device(&config(), 22 * GIB, &request(), &device(24 * GIB)));
+        assert!(needed > 22 * GIB && available < 22 * GIB);
+        assert!(advice.contains("--gpu-memory-utilization to 0.9"), "{advice}");
+        // Not even the whole device is enough.
+        let (.., advice) = refusal(MemoryPlan::for_device(&config(), 30 * GIB, &request(), &device(24 * GIB)));
+        assert!(advice.contains("larger device"), "{advice}");
+        // A cache that was asked for.
+        let asked = MemoryRequest { kv_cache_bytes: Some(20 * GIB), ..request() };
+        let (.., advice) = refusal(MemoryPlan::for_device(&config(), 10 * GIB, &asked, &device(24 * GIB)));
+        assert!(advice.contains("--kv-cache-memory-bytes"), "{advice}");
+        // One sequence of the length that was asked for.
+        let asked = MemoryRequest { max_model_len: Some(131_072), ..request() };
+        let (.., advice) = refusal(MemoryPlan::for_device(&config(), 15 * GIB, &asked, &device(24 * GIB)));
+        assert!(advice.contains("--max-model-len"), "{advice}");
+    }
+
+    #[test]
+    fn absurd_sizes_are_refused_without_overflow() {
+        for image in [u64::MAX, u64::MAX - GIB] {
+            let (needed, ..) = refusal(MemoryPlan::for_device(&config(), image, &request(), &device(24 * GIB)));
+            assert!(needed >= image);
+        }
+        let (.., advice) = refusal(MemoryPlan::for_device(&config(), 0, &request(), &device(0)));
+        assert!(!advice.is_empty());
+    }
+}

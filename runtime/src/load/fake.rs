@@ -5,6 +5,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use vt_bundle::hash::{Digest, LEAF_BYTES, SEGMENT_BYTES, leaf_digest};
+use vt_kernels::cuda::HostPlace;
 
 /// Alignment of buffers, as page-locked memory has it.
 const PAGE: usize = 4096;
@@ -24,6 +25,8 @@ pub struct Faults {
     pub cannot_hash: bool,
     /// Copies that stay undone until someone waits for them, at most.
     pub lag: usize,
+    /// No fault: the device reads host memory in place.
+    pub shares_host_memory: bool,
 }
 
 impl Default for Faults {
@@ -35,6 +38,7 @@ impl Default for Faults {
             pinned_limit: None,
             cannot_hash: false,
             lag: 5,
+            shares_host_memory: false,
         }
     }
 }
@@ -187,17 +191,33 @@ impl Drop for Place {
     }
 }
 
+/// Where the bytes of an allocation lie.
+#[derive(Debug)]
+enum Store {
+    Own(Vec<u8>),
+    Shared(HostPlace, u64),
+}
+
+impl Store {
+    fn bytes(&self) -> &[u8] {
+        match self {
+            Store::Own(bytes) => bytes,
+            Store::Shared(place, bytes) => &place.bytes()[..*bytes as usize],
+        }
+    }
+}
+
 /// Memory that is being filled.
 #[derive(Debug)]
 pub struct FakeMemory {
-    bytes: Arc<Mutex<Vec<u8>>>,
+    bytes: Arc<Mutex<Store>>,
     place: Place,
 }
 
 /// A filled arena.
 #[derive(Debug)]
 pub struct FakeArena {
-    bytes: Vec<u8>,
+    bytes: Store,
     place: Place,
 }
 
@@ -210,7 +230,7 @@ impl FakeArena {
 
 impl HostArena for FakeArena {
     fn bytes(&self) -> &[u8] {
-        &self.bytes
+        self.bytes.bytes()
     }
 }
 
@@ -270,7 +290,25 @@ impl Accelerator for FakeAccelerator {
         self.ledger.allocated(bytes);
         let place = Place { address, bytes, space: Arc::clone(&self.space), ledger: Arc::clone(&self.ledger) };
         // Never zero: what is not written shows.
-        Ok(FakeMemory { bytes: Arc::new(Mutex::new(vec![0xA5; bytes as usize])), place })
+        Ok(FakeMemory { bytes: Arc::new(Mutex::new(Store::Own(vec![0xA5; bytes as usize]))), place })
+    }
+
+    fn shares_host_memory(&self) -> bool {
+        self.faults.shares_host_memory
+    }
+
+    fn share(&self, mut host: HostPlace, bytes: u64) -> Result<FakeMemory, LoadError> {
+        let len = host.bytes().len() as u64;
+        if !self.faults.shares_host_memory || bytes > len {
+            return Err(self.error(format!("{bytes} bytes of {len} bytes of host memory cannot be addressed")));
+        }
+        if let (Some(byte), HostPlace::Own(memory)) = (self.faults.flipped_byte, &mut host) {
+            memory.bytes_mut()[byte as usize] ^= 0x10;
+        }
+        self.ledger.shared(bytes);
+        let address = host.bytes().as_ptr() as u64;
+        let place = Place { address, bytes, space: Arc::clone(&self.space), ledger: Arc::clone(&self.ledger) };
+        Ok(FakeMemory { bytes: Arc::new(Mutex::new(Store::Shared(host, bytes))), place })
     }
 
     fn buffer(&self, bytes: usize, pinned: bool) -> Result<FakeBuffer, LoadError> {
@@ -305,6 +343,8 @@ impl Accelerator for FakeAccelerator {
         let pieces = pieces.to_vec();
         let number = self.work.submit(Box::new(move || {
             let mut memory = memory.lock().unwrap_or_else(PoisonError::into_inner);
+            // Nothing is copied to an image that is shared.
+            let Store::Own(memory) = &mut *memory else { return };
             for piece in pieces {
                 let range = piece.to as usize..piece.to as usize + piece.len;
                 memory[range.clone()].copy_from_slice(&source.as_mut()[piece.from..piece.from + piece.len]);
@@ -312,7 +352,6 @@ impl Accelerator for FakeAccelerator {
                     memory[byte as usize] ^= 0x10;
                 }
             }
-            drop(memory);
             *done.lock().unwrap_or_else(PoisonError::into_inner) = Some(source);
         }));
         Ok(FakePending { number, result })
@@ -323,11 +362,15 @@ impl Accelerator for FakeAccelerator {
         copy.take(&self.work).ok_or_else(|| self.error("a copy was lost".to_owned()))
     }
 
-    fn prepare_hash(&self, _: &FakeMemory) -> Result<(), LoadError> {
+    fn can_hash(&self) -> Result<(), LoadError> {
         match self.faults.cannot_hash {
             true => Err(self.error("no kernel for this device".to_owned())),
             false => Ok(()),
         }
+    }
+
+    fn prepare_hash(&self, _: &FakeMemory) -> Result<(), LoadError> {
+        self.can_hash()
     }
 
     fn hash(&self, memory: &FakeMemory, first: u64, count: u32) -> Result<FakePending<Vec<Digest>>, LoadError> {
@@ -336,6 +379,7 @@ impl Accelerator for FakeAccelerator {
         let (bytes, done) = (Arc::clone(&memory.bytes), Arc::clone(&result));
         let number = self.work.submit(Box::new(move || {
             let bytes = bytes.lock().unwrap_or_else(PoisonError::into_inner);
+            let bytes = bytes.bytes();
             let total = bytes.len() as u64;
             let digest = |leaf: u64| {
                 let start = leaf * LEAF_BYTES;
@@ -353,6 +397,20 @@ impl Accelerator for FakeAccelerator {
         Ok(FakePending { number, result })
     }
 
+    fn hash_message(&self, memory: &FakeMemory, start: u64, len: u64) -> Result<FakePending<Vec<Digest>>, LoadError> {
+        self.ledger.hashed(len.div_ceil(LEAF_BYTES));
+        let result = Arc::new(Mutex::new(None));
+        let (bytes, done) = (Arc::clone(&memory.bytes), Arc::clone(&result));
+        let number = self.work.submit(Box::new(move || {
+            let bytes = bytes.lock().unwrap_or_else(PoisonError::into_inner);
+            let message = &bytes.bytes()[start as usize..(start + len) as usize];
+            let leaves = (0..).step_by(LEAF_BYTES as usize).zip(message.chunks(LEAF_BYTES as usize));
+            let digests = leaves.map(|(at, leaf)| leaf_digest(leaf, at, len)).collect();
+            *done.lock().unwrap_or_else(PoisonError::into_inner) = Some(digests);
+        }));
+        Ok(FakePending { number, result })
+    }
+
     fn hashed(&self, hash: FakePending<Vec<Digest>>) -> Result<Vec<Digest>, LoadError> {
         hash.take(&self.work).ok_or_else(|| self.error("a hash was lost".to_owned()))
     }
@@ -361,7 +419,8 @@ impl Accelerator for FakeAccelerator {
         let submitted = self.work.lock().submitted;
         self.work.wait(submitted);
         let FakeMemory { bytes, place } = memory;
-        let bytes = std::mem::take(&mut *bytes.lock().unwrap_or_else(PoisonError::into_inner));
+        let mut bytes = bytes.lock().unwrap_or_else(PoisonError::into_inner);
+        let bytes = std::mem::replace(&mut *bytes, Store::Own(Vec::new()));
         Ok(FakeArena { bytes, place })
     }
 

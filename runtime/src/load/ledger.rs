@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 pub struct Ledger {
     allocations: AtomicU64,
     allocated_bytes: AtomicU64,
+    shared_bytes: AtomicU64,
     frees: AtomicU64,
     freed_bytes: AtomicU64,
     copies: AtomicU64,
@@ -22,10 +23,12 @@ pub struct Ledger {
 /// The counters at one moment.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct LedgerTotals {
-    /// Allocations of device memory.
+    /// Allocations of device memory, and images that the device reads in host memory.
     pub allocations: u64,
     /// Their bytes.
     pub allocated_bytes: u64,
+    /// Those of them in host memory, which the device shares.
+    pub shared_bytes: u64,
     /// Allocations freed.
     pub frees: u64,
     /// Their bytes.
@@ -50,6 +53,11 @@ impl Ledger {
     pub(super) fn allocated(&self, bytes: u64) {
         add(&self.allocations, 1);
         add(&self.allocated_bytes, bytes);
+    }
+
+    pub(super) fn shared(&self, bytes: u64) {
+        self.allocated(bytes);
+        add(&self.shared_bytes, bytes);
     }
 
     pub(super) fn freed(&self, bytes: u64) {
@@ -84,6 +92,7 @@ impl Ledger {
         LedgerTotals {
             allocations: get(&self.allocations),
             allocated_bytes: get(&self.allocated_bytes),
+            shared_bytes: get(&self.shared_bytes),
             frees: get(&self.frees),
             freed_bytes: get(&self.freed_bytes),
             copies: get(&self.copies),

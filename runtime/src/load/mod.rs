@@ -18,9 +18,13 @@ mod ledger;
 mod loaded;
 mod memory;
 mod plan;
+#[cfg(test)]
+mod record_tests;
 mod report;
 #[cfg(test)]
 mod shard_tests;
+#[cfg(test)]
+mod shared_tests;
 #[cfg(test)]
 mod tests;
 pub mod upload;

@@ -1,5 +1,6 @@
 //! What a load did and where its time went.
 
+use super::upload::{Probe, Residency};
 use super::{LedgerTotals, Verify};
 use crate::stats::Phase;
 use serde::Serialize;
@@ -19,6 +20,11 @@ pub struct Resident<A> {
 pub struct LoadReport {
     /// Device as on the command line.
     pub device: String,
+    /// Where they are resident.
+    pub residency: Residency,
+    /// What decided on it, where there was a choice.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub probe: Option<Probe>,
     /// How the bytes were read: `mmap`, `pread`, `direct`; `mapped` where the mapping is the arena.
     pub io: &'static str,
     /// Who checked them.
@@ -35,7 +41,16 @@ pub struct LoadReport {
 
 impl LoadReport {
     pub(super) fn new(device: String) -> Self {
-        Self { device, io: "mapped", verify: Verify::Off, phases: Vec::new(), ledger: None, notes: Vec::new() }
+        Self {
+            device,
+            residency: Residency::Copied,
+            probe: None,
+            io: "mapped",
+            verify: Verify::Off,
+            phases: Vec::new(),
+            ledger: None,
+            notes: Vec::new(),
+        }
     }
 
     pub(super) fn phase<T>(&mut self, name: &'static str, stage: impl FnOnce() -> T) -> T {
@@ -46,7 +61,11 @@ impl LoadReport {
     }
 
     pub(super) fn uploaded(&mut self, time: Duration, bytes: u64) {
-        self.phases.push(Phase { name: "upload", seconds: time.as_secs_f64(), bytes: Some(bytes) });
+        self.moved("upload", time, bytes);
+    }
+
+    pub(super) fn moved(&mut self, name: &'static str, time: Duration, bytes: u64) {
+        self.phases.push(Phase { name, seconds: time.as_secs_f64(), bytes: Some(bytes) });
     }
 
     /// Bytes a second of the upload, verification included.

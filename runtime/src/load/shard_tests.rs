@@ -10,7 +10,7 @@ use vt_bundle::slice::SlicePlan;
 use vt_bundle::{Bundle, BundleError};
 
 fn options() -> UploadOptions {
-    UploadOptions { chunk_bytes: LEAF_BYTES, depth: 4, readers: 3, io: IoMode::Pread, drop_cache: false }
+    UploadOptions { chunk_bytes: LEAF_BYTES, depth: 4, readers: 3, io: IoMode::Pread, ..UploadOptions::default() }
 }
 
 /// The share as its definition says: all ranges of a plane in order of the image, planes 256-aligned.

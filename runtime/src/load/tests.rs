@@ -13,12 +13,12 @@ use vt_bundle::{Bundle, BundleError};
 
 const CHUNK: u64 = LEAF_BYTES;
 
-fn options() -> UploadOptions {
-    UploadOptions { chunk_bytes: CHUNK, depth: 4, readers: 3, io: IoMode::Pread, drop_cache: false }
+pub(super) fn options() -> UploadOptions {
+    UploadOptions { chunk_bytes: CHUNK, depth: 4, readers: 3, io: IoMode::Pread, ..UploadOptions::default() }
 }
 
 /// What the tests need of a device beyond [`Accelerator`].
-trait Peek: Accelerator {
+pub(super) trait Peek: Accelerator {
     fn bytes(&self, arena: &Self::Arena) -> Vec<u8>;
 }
 
@@ -36,12 +36,12 @@ impl Peek for CudaAccelerator {
     }
 }
 
-fn image(bundle: &Bundle) -> Vec<u8> {
+pub(super) fn image(bundle: &Bundle) -> Vec<u8> {
     bundle.map(Placement::Image).unwrap().bytes().to_vec()
 }
 
 /// The real device, where the tests are told that there is one.
-fn cuda() -> Option<CudaAccelerator> {
+pub(super) fn cuda() -> Option<CudaAccelerator> {
     if std::env::var("VT_TEST_CUDA").is_ok_and(|v| v == "1") {
         return Some(CudaAccelerator::new(0).expect("VT_TEST_CUDA=1 promises a device"));
     }

@@ -102,10 +102,14 @@ pub(super) fn run(cli: &Cli, index: u32, mut startup: Startup) -> Result<(), Fai
         StatsForm::Text => {
             report(&finished, StatsForm::Text, true)?;
             let load = loaded.report();
+            if let Some(probe) = &load.probe {
+                print(&format!("{probe}\n"))?;
+            }
             print(&format!(
-                "{}: {} resident, read by {}, checked by the {}; host memory {} above idle\n",
+                "{}: {} resident, {}, read by {}, checked by the {}; host memory {} above idle\n",
                 load.device,
                 human_bytes(memory.arena),
+                load.residency.name(),
                 load.io,
                 match load.verify {
                     Verify::Device => "device",

@@ -6,12 +6,15 @@ use tempfile::TempDir;
 use vt_bundle::hash::{Digest, LEAF_BYTES, leaf_digest};
 use vt_bundle::layout::{PLANE_ALIGN, TiledMatrix};
 use vt_bundle::manifest::{
-    AssetRole, FORMAT, FORMAT_VERSION, Image, Layout, Manifest, Model, Part, Placement, Plane, Quantization,
+    AssetRole, Experts, FORMAT, FORMAT_VERSION, Image, Layout, Manifest, Model, Part, Placement, Plane, Quantization,
     ScaleExactness, Source, Tensor,
 };
 use vt_bundle::row_order::RowOrder;
 use vt_bundle::writer::{SegmentWriter, write_asset, write_manifest};
 use vt_bundle::{Geometry, encoding};
+
+/// Records of experts start at multiples of this.
+const RECORD_ALIGN: u64 = 4096;
 
 /// A bundle whose image is row-major byte tensors `t0`, `t1`, ... of half a leaf each.
 #[derive(Clone, Copy, Debug)]
@@ -66,6 +69,32 @@ impl Synthetic {
         Self { bytes: at.next_multiple_of(PLANE_ALIGN), ..self }.write_tensors(tensors, config)
     }
 
+    /// Writes two tensors of `experts` experts, whose records have `record` bytes each, a multiple of 512, and a gap between.
+    ///
+    /// # Panics
+    /// If that fails.
+    pub fn write_experts(self, experts: u64, record: u64) -> TempDir {
+        let (start, stride) = (RECORD_ALIGN, record.next_multiple_of(RECORD_ALIGN) + RECORD_ALIGN);
+        let both = ["down_proj", "gate_up_proj"].into_iter().enumerate().map(|(i, module)| {
+            let name = format!("model.layers.0.mlp.experts.{module}.weight");
+            let mut tensor = tensor(&name, &[record / 2], Layout::RowMajor { dtype: "u8".to_owned() }, "plain.u8@1");
+            let offset = start + i as u64 * (record / 2);
+            tensor.planes.push(Plane { name: "data".to_owned(), dtype: "u8".to_owned(), offset, size: record / 2 });
+            tensor.parts.push(part(format!("model.layers.0.mlp.experts.{{expert}}.{module}.weight"), 0, record / 2));
+            tensor.experts = Some(Experts {
+                count: experts,
+                record_offset: start,
+                record_size: record,
+                stride: Some(stride),
+                offsets: None,
+                record_hashes: 0,
+            });
+            tensor
+        });
+        let (tensors, config) = (both.collect(), serde_json::json!({}));
+        Self { bytes: start + experts * stride, ..self }.write_tensors(tensors, config)
+    }
+
     fn write_tensors(self, tensors: Vec<Tensor>, config: serde_json::Value) -> TempDir {
         let dir = tempfile::tempdir().expect("a temporary folder");
         let mut state = self.seed.wrapping_mul(2).wrapping_add(0x9E37_79B9_7F4A_7C15) | 1;
@@ -87,6 +116,13 @@ impl Synthetic {
             .collect();
         let segments = writer.finish(&leaves).expect("segments are written");
         let table = write_asset(dir.path(), AssetRole::Leaves, "leaves.bin", &leaves.concat());
+        let mut assets = vec![table.expect("the leaf table is written")];
+        if let Some(experts) = tensors.iter().find_map(|t| t.experts.as_ref()) {
+            let record = |expert| &data[experts.record_start(expert) as usize..][..experts.record_size as usize];
+            let hashes: Vec<Digest> = (0..experts.count).map(|e| *blake3::hash(record(e)).as_bytes()).collect();
+            let hashes = write_asset(dir.path(), AssetRole::ExpertHashes, "expert-hashes.bin", &hashes.concat());
+            assets.push(hashes.expect("the hashes are written"));
+        }
         let manifest = Manifest {
             format: FORMAT.to_owned(),
             format_version: FORMAT_VERSION,
@@ -97,7 +133,7 @@ impl Synthetic {
             cold: Image::default(),
             tensors,
             kv_cache: None,
-            assets: vec![table.expect("the leaf table is written")],
+            assets,
         };
         write_manifest(dir.path(), &manifest).expect("the manifest is written");
         dir

@@ -8,13 +8,17 @@
 //! files --(readers: pread | O_DIRECT | mapping)--> ring --(copy engine)--> arena --(hash kernel)--> values == manifest
 //! ```
 
+mod expert;
+mod in_place;
 mod options;
 mod ring;
 mod shard;
 mod share;
 mod source;
 
-pub use options::{IoMode, UploadOptions};
+pub use expert::verify_expert;
+pub use in_place::Probe;
+pub use options::{IoMode, Residency, UploadOptions};
 pub use shard::load_shard;
 pub use share::Share;
 pub use source::Source;
@@ -44,6 +48,9 @@ pub fn load_image<A: Accelerator>(
     progress: &(dyn Fn(u64) + Sync),
 ) -> Result<Resident<A::Arena>, LoadError> {
     let options = options.checked();
+    if accelerator.shares_host_memory() && options.residency != Residency::Copied {
+        return in_place::load_in_place(accelerator, bundle, verify, &options, progress);
+    }
     let mut report = LoadReport::new(accelerator.name());
     let bytes = bundle.space(Placement::Image).size;
     let leaves = match verify {

@@ -29,6 +29,32 @@ impl IoMode {
     }
 }
 
+/// How an image becomes resident on a device that shares the host's memory. Any other device gets a copy.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Residency {
+    /// [`Residency::Aliased`] or [`Residency::Placed`], whichever a probe of the files finds faster.
+    Auto,
+    /// The mapped files are the arena.
+    Aliased,
+    /// The files are read once, past the page cache, into memory that is the arena.
+    Placed,
+    /// Uploaded through staging buffers, as on a device with memory of its own.
+    Copied,
+}
+
+impl Residency {
+    /// Name in reports.
+    pub fn name(self) -> &'static str {
+        match self {
+            Residency::Auto => "auto",
+            Residency::Aliased => "aliased",
+            Residency::Placed => "placed",
+            Residency::Copied => "copied",
+        }
+    }
+}
+
 /// Sizes and ways of an upload. The defaults are the fastest measured on an H200 behind PCIe 5: the ring must stay within
 /// the last-level cache, so that the copy engine reads what the readers wrote from there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -43,11 +69,20 @@ pub struct UploadOptions {
     pub io: IoMode,
     /// Drop pages from the page cache once they are read.
     pub drop_cache: bool,
+    /// What a device that shares the host's memory does.
+    pub residency: Residency,
 }
 
 impl Default for UploadOptions {
     fn default() -> Self {
-        Self { chunk_bytes: 4 << 20, depth: 16, readers: 10, io: IoMode::Auto, drop_cache: false }
+        Self {
+            chunk_bytes: 4 << 20,
+            depth: 16,
+            readers: 10,
+            io: IoMode::Auto,
+            drop_cache: false,
+            residency: Residency::Auto,
+        }
     }
 }
 
