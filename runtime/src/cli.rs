@@ -5,6 +5,10 @@ use clap::{Args as _, CommandFactory, FromArgMatches, Parser, ValueEnum};
 use std::path::PathBuf;
 use std::str::FromStr;
 
+mod subcommands;
+
+pub use subcommands::{Bench, Chat};
+
 /// Loads a vt bundle and serves it over an OpenAI-compatible API, or answers a prompt.
 ///
 /// Without --prompt, --chat, --prompt-ids, --plan or --load-only it serves.
@@ -89,6 +93,10 @@ pub enum Invocation {
     Run(Box<Cli>),
     /// `bench-load`.
     BenchLoad(Box<BenchLoad>),
+    /// `bench`.
+    Bench(Box<Bench>),
+    /// `chat`.
+    Chat(Box<Chat>),
 }
 
 impl Invocation {
@@ -96,6 +104,8 @@ impl Invocation {
     pub fn parse() -> Self {
         let matches = command().get_matches();
         let parsed = match matches.subcommand() {
+            Some(("bench", own)) => Bench::from_arg_matches(own).map(|b| Self::Bench(Box::new(b))),
+            Some(("chat", own)) => Chat::from_arg_matches(own).map(|c| Self::Chat(Box::new(c))),
             Some((_, own)) => BenchLoad::from_arg_matches(own).map(|b| Self::BenchLoad(Box::new(b))),
             None => Cli::from_arg_matches(&matches).map(|c| Self::Run(Box::new(c))),
         };
@@ -103,11 +113,23 @@ impl Invocation {
     }
 }
 
-/// The whole definition, subcommand included.
+/// The whole definition, subcommands included.
 pub fn command() -> clap::Command {
     let about = "Measure loading: the link's and the disk's own rates, then whole loads, in one run";
-    let bench = BenchLoad::augment_args(clap::Command::new("bench-load")).about(about);
-    Cli::command().subcommand(bench).subcommand_negates_reqs(true).args_conflicts_with_subcommands(true)
+    let load = BenchLoad::augment_args(clap::Command::new("bench-load")).about(about);
+    let about = "Measure generation, in this process or against a running server";
+    let bench = Bench::augment_args(clap::Command::new("bench")).about(about);
+    let chat = Chat::augment_args(clap::Command::new("chat")).about("Talk with the model in the terminal");
+    let whole = Cli::command().subcommands([bench, chat, load]);
+    whole.subcommand_negates_reqs(true).args_conflicts_with_subcommands(true)
+}
+
+impl Cli {
+    /// What a subcommand shares with a run without one: this bundle, everything else by default.
+    pub fn for_bundle(bundle: PathBuf, device: DeviceArgs, memory: MemoryArgs) -> Result<Self, clap::Error> {
+        let whole = Self::try_parse_from(["vt-run", "--bundle", "."])?;
+        Ok(Self { bundle, device, memory, ..whole })
+    }
 }
 
 /// Where and how to compute.
@@ -131,7 +153,7 @@ pub struct DeviceArgs {
     #[arg(long, value_enum, env = "VT_VERIFY")]
     pub verify: Option<VerifyArg>,
     /// This process's rank among --tp-size; loads its slice of every tensor.
-    #[arg(long, value_name = "R", env = "VT_TP_RANK", default_value_t = 0, requires = "load_only")]
+    #[arg(long, value_name = "R", env = "VT_TP_RANK", default_value_t = 0)]
     pub tp_rank: u32,
     /// Degree of tensor parallelism. Above 1 only with --load-only.
     #[arg(long, value_name = "N", env = "VT_TP_SIZE", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1024))]
@@ -399,8 +421,8 @@ mod tests {
     #[test]
     fn the_definition_is_consistent_and_every_flag_has_a_twin() {
         command().debug_assert();
-        let (whole, bench) = (command(), BenchLoad::augment_args(clap::Command::new("bench-load")));
-        let arguments = whole.get_arguments().chain(bench.get_arguments());
+        let whole = command();
+        let arguments = whole.get_arguments().chain(whole.get_subcommands().flat_map(clap::Command::get_arguments));
         for argument in arguments.filter(|a| !matches!(a.get_id().as_str(), "help" | "version")) {
             let long = argument.get_long().unwrap_or_else(|| panic!("{} has no long flag", argument.get_id()));
             let twin = format!("VT_{}", long.replace('-', "_").to_uppercase());

@@ -1,5 +1,6 @@
 //! The runtime: loads a bundle, runs its model, serves it.
 
+pub mod bench;
 pub mod cli;
 pub mod engine;
 pub mod load;

@@ -10,14 +10,16 @@ use vt_run::stats::Startup;
 fn main() -> ExitCode {
     let startup = Startup::begin();
     let invocation = Invocation::parse();
-    let cli = match &invocation {
-        Invocation::Run(cli) => cli,
-        Invocation::BenchLoad(bench) => return ended(start::bench_load(bench)),
+    let filter = match &invocation {
+        Invocation::Run(cli) => cli.log.as_str(),
+        Invocation::BenchLoad(_) => "warn",
+        Invocation::Bench(bench) => &bench.log,
+        Invocation::Chat(chat) => &chat.log,
     };
-    let filter = match EnvFilter::try_new(&cli.log) {
+    let filter = match EnvFilter::try_new(filter) {
         Ok(filter) => filter,
         Err(error) => {
-            eprintln!("error: --log {}: {error}", cli.log);
+            eprintln!("error: --log {filter}: {error}");
             return ExitCode::from(2);
         }
     };
@@ -25,7 +27,12 @@ fn main() -> ExitCode {
     let colour = std::io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none_or(|v| v.is_empty());
     let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
     log.with_target(false).with_ansi(colour).init();
-    ended(start::run(cli, startup))
+    ended(match &invocation {
+        Invocation::Run(cli) => start::run(cli, startup),
+        Invocation::BenchLoad(bench) => start::bench_load(bench),
+        Invocation::Bench(bench) => start::bench(bench, startup),
+        Invocation::Chat(chat) => start::chat(chat, startup),
+    })
 }
 
 fn ended(result: Result<(), Failure>) -> ExitCode {

@@ -1,7 +1,9 @@
 //! From the command line to a plan, a loaded model, an answer or a server.
 
 mod bench;
+mod chat;
 mod device;
+mod generation;
 mod load;
 mod logits;
 mod prompt;
@@ -14,6 +16,8 @@ use load::Opened;
 use std::io::{self, Write};
 
 pub use bench::bench_load;
+pub use chat::chat;
+pub use generation::bench;
 
 /// Why a run ended, and the exit code that says so.
 #[derive(Debug)]
