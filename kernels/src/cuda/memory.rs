@@ -94,7 +94,11 @@ impl DeviceMemory {
         self.context.bind()?;
         // SAFETY: the range lies inside the allocation; work on the device that reads it at the same time reads old or new
         // bytes, which no reference of the host can see.
-        unsafe { result::memcpy_htod_sync(self.address + offset, from) }.named("cuMemcpyHtoD")
+        unsafe { result::memcpy_htod_sync(self.address + offset, from) }.named("cuMemcpyHtoD")?;
+        // From ordinary memory the call returns once the bytes are in the driver's buffer; work in other streams could still
+        // run before they arrive.
+        // SAFETY: null is the default stream, in which the copy is.
+        unsafe { result::stream::synchronize(std::ptr::null_mut()) }.named("cuStreamSynchronize")
     }
 }
 

@@ -2,6 +2,8 @@
 
 #![allow(dead_code)]
 
+pub mod device;
+
 use vt_bundle::encoding::{self, EncodingSpec, ScaleType, Span};
 use vt_bundle::layout::{PlaneKind, TiledMatrix};
 use vt_kernels::{Context, Isa, TiledWeight, Weight};

@@ -1,0 +1,166 @@
+//! Routing of experts on the device against the CPU (`VT_TEST_CUDA=1`).
+
+#![allow(clippy::unwrap_used)]
+
+mod common;
+
+use common::Random;
+use common::device::{Device, POISON, rounded};
+use half::bf16;
+use vt_kernels::cuda::moe::{ExpertRows, MoeKernels, Routing, RoutingTables};
+use vt_kernels::softmax::softmax;
+use vt_kernels::{Context, FloatType};
+
+/// The `top_k` most likely experts in order of their indices, the first of equals first.
+fn choose(scores: &[f32], routing: &Routing) -> Vec<(u32, f32)> {
+    let mut order: Vec<usize> = (0..scores.len()).collect();
+    order.sort_by(|a, b| scores[*b].total_cmp(&scores[*a]));
+    let mut chosen: Vec<(u32, f32)> = order[..routing.top_k].iter().map(|e| (*e as u32, scores[*e])).collect();
+    if routing.normalise {
+        let sum: f32 = chosen.iter().map(|c| c.1).sum();
+        chosen.iter_mut().for_each(|c| c.1 /= sum);
+    }
+    chosen.sort_unstable_by_key(|c| c.0);
+    chosen
+}
+
+fn routings() -> Vec<Routing> {
+    [(1, 8, 2, true), (5, 4, 4, false), (77, 128, 8, true), (300, 512, 10, false), (2000, 60, 4, true), (9, 1, 1, true)]
+        .map(|(tokens, experts, top_k, normalise)| Routing { tokens, experts, top_k, normalise })
+        .into()
+}
+
+/// Routes on the device; gives the tables as words.
+fn route(device: &Device, kernels: &MoeKernels, routing: &Routing, logits: &[f32], stride: usize, at: usize) -> Tables {
+    let Routing { tokens, experts, top_k, .. } = *routing;
+    let memory = device.poisoned(RoutingTables::bytes(tokens, experts, top_k).unwrap() as usize);
+    let places = RoutingTables::at(memory.address(), tokens, experts, top_k).unwrap();
+    let logits = device.floats(logits);
+    kernels.route(&device.stream, routing, logits.address(), stride, at, &places).unwrap();
+    let words = device.read_words(&memory);
+    let table = |address: u64, len: usize| {
+        let first = ((address - memory.address()) / 4) as usize;
+        let end = (first + len).next_multiple_of(64);
+        assert!(words[first + len..end].iter().all(|w| w.to_le_bytes() == [POISON; 4]), "behind a table");
+        words[first..first + len].to_vec()
+    };
+    let pairs = tokens * top_k;
+    Tables {
+        experts: table(places.experts, pairs),
+        weights: table(places.weights, pairs).into_iter().map(f32::from_bits).collect(),
+        offsets: table(places.offsets, experts + 1),
+        pairs: table(places.pairs, pairs),
+        rows: table(places.rows, pairs),
+        places,
+        _memory: memory,
+    }
+}
+
+struct Tables {
+    experts: Vec<u32>,
+    weights: Vec<f32>,
+    offsets: Vec<u32>,
+    pairs: Vec<u32>,
+    rows: Vec<u32>,
+    places: RoutingTables,
+    _memory: vt_kernels::cuda::DeviceMemory,
+}
+
+impl Tables {
+    /// The order of rows is the stable order of pairs by expert.
+    fn check_order(&self, experts: usize) {
+        let mut order: Vec<u32> = (0..self.experts.len() as u32).collect();
+        order.sort_by_key(|pair| self.experts[*pair as usize]);
+        assert_eq!(self.pairs, order);
+        for (row, pair) in order.iter().enumerate() {
+            assert_eq!(self.rows[*pair as usize], row as u32);
+        }
+        for e in 0..=experts {
+            let lower = self.experts.iter().filter(|expert| (**expert as usize) < e).count();
+            assert_eq!(self.offsets[e], lower as u32, "offset {e}");
+        }
+    }
+}
+
+#[test]
+fn routing_rows_and_sums_are_the_cpu_s() {
+    let Some(device) = Device::open() else { return };
+    let (mut random, cx) = (Random(21), Context::new(2).unwrap());
+    let kernels = MoeKernels::new(&device.context).unwrap();
+    for routing in routings() {
+        let Routing { tokens, experts, top_k, .. } = routing;
+        let (at, stride) = (3, experts + 9);
+        let mut logits: Vec<f32> = random.activations(tokens * stride).iter().map(|v| v * 4.0).collect();
+        // Equals in the first row.
+        logits[at..at + experts].fill(0.5);
+        let tables = route(&device, &kernels, &routing, &logits, stride, at);
+        for (t, row) in logits.chunks_exact(stride).enumerate() {
+            let mut scores = row[at..at + experts].to_vec();
+            softmax(&cx, &mut scores);
+            for (j, (expert, weight)) in choose(&scores, &routing).into_iter().enumerate() {
+                assert_eq!(tables.experts[t * top_k + j], expert, "{routing:?}, token {t}, choice {j}");
+                let got = tables.weights[t * top_k + j];
+                assert!((got - weight).abs() <= 4e-6 * weight, "{routing:?}, token {t}: {got} for {weight}");
+            }
+        }
+        tables.check_order(experts);
+
+        let width = 8 * (1 + random.below(200));
+        let x = rounded(random.activations(tokens * (width + 8)));
+        let (memory, gathered) = (device.halves(&x), device.poisoned(tokens * top_k * (width + 16) * 2));
+        let rows = |address, dtype, stride| ExpertRows { address, dtype, stride };
+        let from = rows(memory.address(), FloatType::Bf16, width + 8);
+        let to = rows(gathered.address(), FloatType::Bf16, width + 16);
+        kernels.gather(&device.stream, &routing, from, width, &tables.places, to).unwrap();
+        for (row, bytes) in device.read(&gathered).chunks_exact((width + 16) * 2).enumerate() {
+            let token = tables.pairs[row] as usize / top_k;
+            for (i, pair) in bytes[..width * 2].as_chunks::<2>().0.iter().enumerate() {
+                assert_eq!(bf16::from_le_bytes(*pair).to_f32(), x[token * (width + 8) + i]);
+            }
+            assert!(bytes[width * 2..].iter().all(|b| *b == POISON));
+        }
+
+        let y = rounded(random.activations(tokens * top_k * (width + 8)));
+        let start = random.activations(tokens * (width + 8));
+        for (dtype, y_memory) in [(FloatType::F32, device.floats(&y)), (FloatType::Bf16, device.halves(&y))] {
+            for accumulate in [false, true] {
+                let out = device.floats(&start);
+                let from = rows(y_memory.address(), dtype, width + 8);
+                let to = rows(out.address(), FloatType::F32, width + 8);
+                kernels.combine(&device.stream, &routing, from, width, &tables.places, to, accumulate).unwrap();
+                for (at, got) in device.read_floats(&out).into_iter().enumerate() {
+                    let (t, i) = (at / (width + 8), at % (width + 8));
+                    if i >= width {
+                        assert_eq!(got, start[at], "beside row {t}");
+                        continue;
+                    }
+                    let terms = (0..top_k).map(|j| {
+                        let pair = t * top_k + j;
+                        let v = y[tables.rows[pair] as usize * (width + 8) + i];
+                        f64::from(tables.weights[pair]) * f64::from(v)
+                    });
+                    let old = if accumulate { f64::from(start[at]) } else { 0.0 };
+                    let (sum, size) = terms.fold((old, old.abs()), |(s, a), v| (s + v, a + v.abs()));
+                    assert!((f64::from(got) - sum).abs() <= 1e-6 * size + 1e-30, "row {t}, {i}: {got} for {sum}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn rows_that_are_not_numbers_stay_in_bounds() {
+    let Some(device) = Device::open() else { return };
+    let kernels = MoeKernels::new(&device.context).unwrap();
+    let routing = Routing { tokens: 3, experts: 40, top_k: 6, normalise: true };
+    let mut logits = vec![0.0; 120];
+    logits[40..80].fill(f32::NAN);
+    logits[90] = f32::NAN;
+    let tables = route(&device, &kernels, &routing, &logits, 40, 0);
+    for experts in tables.experts.chunks_exact(6) {
+        assert!(experts.iter().all(|e| *e < 40) && experts.windows(2).all(|pair| pair[0] < pair[1]), "{experts:?}");
+    }
+    assert!(tables.weights[..6].iter().all(|w| (w - 1.0 / 6.0).abs() < 1e-6));
+    assert!(tables.weights[6..].iter().all(|w| w.is_nan()));
+    tables.check_order(40);
+}
