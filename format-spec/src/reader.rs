@@ -17,7 +17,7 @@ use crate::mmap::ContiguousMap;
 use crate::unpack::TiledView;
 
 /// Largest manifest that is read: some 200 bytes per tensor leave room for a million tensors.
-const MAX_MANIFEST_BYTES: u64 = 512 << 20;
+pub const MAX_MANIFEST_BYTES: u64 = 512 << 20;
 
 /// An opened bundle: its manifest is parsed, canonical, of a known version and consistent, its id matches, and every
 /// file has the size that the manifest says. Contents are checked by the `verify_*` methods.
@@ -457,7 +457,12 @@ fn read_bounded(path: &Path, limit: u64) -> Result<Vec<u8>, BundleError> {
     Ok(bytes)
 }
 
-fn parse(path: &Path, bytes: &[u8]) -> Result<Manifest, BundleError> {
+/// Reads the bytes of a manifest that is perhaps not in a folder yet; `path` is what errors call it.
+///
+/// # Errors
+/// [`BundleError::Manifest`], [`BundleError::Version`] or [`BundleError::NotCanonical`]. Names of files and the geometry of
+/// tensors are checked by [`Bundle::open`].
+pub fn parse(path: &Path, bytes: &[u8]) -> Result<Manifest, BundleError> {
     #[derive(serde::Deserialize)]
     struct Head {
         format: String,

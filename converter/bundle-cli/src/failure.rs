@@ -5,6 +5,7 @@ use std::process::ExitCode;
 
 use vt_bundle::BundleError;
 use vt_convert::export::ExportError;
+use vt_store::StoreError;
 
 /// How a command ended that could do its work.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -24,6 +25,8 @@ pub enum Failure {
     Bundle(BundleError),
     /// The export failed.
     Export(ExportError),
+    /// A store failed, or what it holds is not what it should be.
+    Store(StoreError),
     /// Standard output or a file cannot be written; a reader that went away is no failure.
     Output(io::Error),
     /// Anything else: what happened, and the exit code that it earns.
@@ -39,6 +42,7 @@ impl Failure {
             Failure::Output(e) => (format!("standard output: {e}"), 6),
             Failure::Bundle(e) => (e.to_string(), e.exit_code()),
             Failure::Export(e) => (e.to_string(), e.exit_code()),
+            Failure::Store(e) => (e.to_string(), e.exit_code()),
             Failure::Other(text, code) => (text.clone(), *code),
         };
         say(&text);
@@ -60,6 +64,12 @@ impl From<BundleError> for Failure {
 impl From<ExportError> for Failure {
     fn from(e: ExportError) -> Self {
         Failure::Export(e)
+    }
+}
+
+impl From<StoreError> for Failure {
+    fn from(e: StoreError) -> Self {
+        Failure::Store(e)
     }
 }
 

@@ -1,4 +1,4 @@
-//! `vt-bundle`: look at, check, compare and take apart vt bundles.
+//! `vt-bundle`: look at, check, compare, take apart, store and fetch vt bundles.
 #![forbid(unsafe_code)]
 
 use std::process::ExitCode;
@@ -16,13 +16,14 @@ mod output;
 mod progress;
 mod restore;
 mod slice_plan;
+mod store;
 mod table;
 mod unlisted;
 mod verify;
 
 use failure::Outcome;
 
-/// Look at, check, compare and take apart vt bundles.
+/// Look at, check, compare, take apart, store and fetch vt bundles.
 #[derive(Parser)]
 #[command(name = "vt-bundle", version, about, long_about = None, max_term_width = 100, after_help = EXIT_CODES)]
 struct Cli {
@@ -50,6 +51,18 @@ enum Command {
     Diff(diff::Args),
     /// Show what each rank of a tensor-parallel degree reads
     SlicePlan(slice_plan::Args),
+    /// Store a bundle: in an OCI registry or layout, an object store, or a folder of bundles
+    Push(store::transfer::PushArgs),
+    /// Fetch a bundle from a store
+    Pull(store::transfer::PullArgs),
+    /// Copy a bundle from store to store
+    Copy(store::transfer::CopyArgs),
+    /// List the versions of a bundle in a store, or the files of one
+    List(store::list::Args),
+    /// Look after the bundles that vt-run has fetched
+    Cache(store::cache::Args),
+    /// Sign a bundle by the OpenSSF Model Signing specification
+    Sign(store::sign::Args),
     /// Print shell completions
     Completions(completions::Args),
     /// Print the manual page
@@ -66,6 +79,12 @@ fn main() -> ExitCode {
         Command::Restore(args) => restore::run(args),
         Command::Diff(args) => diff::run(args),
         Command::SlicePlan(args) => slice_plan::run(args),
+        Command::Push(args) => store::transfer::push(args),
+        Command::Pull(args) => store::transfer::pull(args),
+        Command::Copy(args) => store::transfer::copy(args),
+        Command::List(args) => store::list::run(args),
+        Command::Cache(args) => store::cache::run(args),
+        Command::Sign(args) => store::sign::run(args),
         Command::Completions(args) => completions::run::<Cli>(args),
         Command::Man => completions::manual::<Cli>(),
     };

@@ -14,6 +14,7 @@ use crate::failure::{self, Failure, Outcome};
 use crate::layers;
 use crate::output;
 use crate::progress::Progress;
+use crate::store::sign::SignatureArgs;
 use crate::unlisted::unlisted;
 
 /// Arguments of `verify`.
@@ -27,6 +28,8 @@ pub struct Args {
     /// The bundle id that the bundle must have
     #[arg(long, env = "VT_EXPECT_ID", value_name = "ID")]
     expect_id: Option<String>,
+    #[command(flatten)]
+    signature: SignatureArgs,
     /// Print JSON
     #[arg(long, env = "VT_JSON")]
     json: bool,
@@ -48,6 +51,7 @@ struct Report {
     findings: Vec<String>,
     unlisted: Vec<String>,
     compared: Option<u64>,
+    signed_by: Option<String>,
 }
 
 /// Checks the bundle; findings go to standard error, the result to standard output.
@@ -81,6 +85,12 @@ pub fn run(args: &Args) -> Result<Outcome, Failure> {
         && report.findings.is_empty()
     {
         compare(&bundle, source, args.quiet, &mut report)?;
+    }
+    match args.signature.check(&args.bundle, args.quiet) {
+        Ok(key) => report.signed_by = key,
+        // Damage to a file has been found above, and its signature fails for that reason too.
+        Err(Failure::Store(e)) if e.exit_code() == 4 => report.findings.push(e.to_string()),
+        Err(e) => return Err(e),
     }
     print(args, &report)?;
     Ok(if report.findings.is_empty() { Outcome::Clean } else { Outcome::Corrupt })
@@ -222,6 +232,7 @@ fn print(args: &Args, report: &Report) -> Result<(), Failure> {
             "bytes": report.bytes,
             "experts": report.experts,
             "compared_values": report.compared,
+            "signed_by": report.signed_by,
             "findings": report.findings,
             "unlisted": report.unlisted,
         }))?);
@@ -239,6 +250,9 @@ fn print(args: &Args, report: &Report) -> Result<(), Failure> {
         }
         if let (Some(values), Some(source)) = (report.compared, &args.against) {
             writeln!(out, "ok: {} values have the bits of {}", output::count(values), source.display())?;
+        }
+        if let Some(key) = &report.signed_by {
+            writeln!(out, "ok: every file is signed, by the key {key}")?;
         }
         writeln!(out, "{}", report.id)?;
     } else {

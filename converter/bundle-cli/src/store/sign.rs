@@ -1,0 +1,125 @@
+//! `vt-bundle sign`, and the part of `verify` that is about signatures.
+
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use serde_json::json;
+use vt_store::sign::{SigningKey, VerifyingKey};
+use vt_store::{Progress, Reference};
+
+use super::{ConnectionArgs, Place};
+use crate::failure::{Failure, Outcome};
+use crate::output;
+use crate::progress::TransferBar;
+
+/// Largest signature file that is read.
+const MAX_SIGNATURE: u64 = 16 << 20;
+
+/// Arguments of `sign`.
+#[derive(clap::Args)]
+pub struct Args {
+    /// Folder of the bundle, or a reference: then what is in that store is signed, and the signature stored there
+    bundle: Place,
+    /// Private key: ECDSA P-256 or P-384, PEM
+    #[arg(long, env = "VT_KEY", value_name = "FILE")]
+    key: PathBuf,
+    /// Write the signature to this file [default for a folder without --attach: BUNDLE.sig.json]
+    #[arg(long, env = "VT_SIGNATURE", value_name = "FILE")]
+    signature: Option<PathBuf>,
+    /// Also store the signature of a folder beside this copy of the bundle
+    #[arg(long, env = "VT_ATTACH", value_name = "REFERENCE")]
+    attach: Option<Reference>,
+    #[command(flatten)]
+    connection: ConnectionArgs,
+    /// Print JSON
+    #[arg(long, env = "VT_JSON")]
+    json: bool,
+    /// No progress bar, no summary
+    #[arg(long, short, env = "VT_QUIET")]
+    quiet: bool,
+}
+
+/// Signs.
+pub fn run(args: &Args) -> Result<Outcome, Failure> {
+    let key = SigningKey::read(&args.key)?;
+    let client = args.connection.client(1)?;
+    let progress: Arc<dyn Progress> = Arc::new(TransferBar::new(args.quiet));
+    let (signature, attach, mut file) = match &args.bundle {
+        Place::Folder(dir) => {
+            let signature = client.sign_folder(dir, &key, &progress)?;
+            let beside = args.attach.is_none().then(|| beside(dir));
+            (signature, args.attach.as_ref(), args.signature.clone().or(beside))
+        }
+        Place::Store(reference) => {
+            let signature = client.sign_stored(reference, &key, &progress)?;
+            (signature, args.attach.as_ref().or(Some(reference)), args.signature.clone())
+        }
+    };
+    if let Some(reference) = attach {
+        client.attach(reference, &signature)?;
+    }
+    if let Some(path) = &mut file {
+        std::fs::write(&*path, &signature).map_err(|e| Failure::Other(format!("{}: {e}", path.display()), 6))?;
+    }
+    if args.json {
+        let attached = attach.map(Reference::to_string);
+        output::json(&json!({ "key": key.hint(), "signature": file, "attached": attached }))?;
+    } else if !args.quiet {
+        let mut out = output::stdout();
+        if let Some(path) = &file {
+            writeln!(out, "{}", path.display())?;
+        }
+        if let Some(reference) = attach {
+            writeln!(out, "attached to {reference}")?;
+        }
+        writeln!(out, "signed by the key {}", key.hint())?;
+        out.flush()?;
+    }
+    Ok(Outcome::Clean)
+}
+
+/// Beside the bundle, for no hash covers a file that is in its folder and not in its manifest.
+fn beside(dir: &Path) -> PathBuf {
+    let whole = std::fs::canonicalize(dir).unwrap_or_else(|_| dir.to_owned());
+    let name = whole.file_name().map_or_else(|| "bundle".to_owned(), |name| name.to_string_lossy().into_owned());
+    whole.with_file_name(format!("{name}.sig.json"))
+}
+
+/// How a signature is verified.
+#[derive(clap::Args)]
+pub struct SignatureArgs {
+    /// Also check a signature: a file, or a reference to a copy of the bundle in a store that has it
+    #[arg(long, env = "VT_SIGNATURE", value_name = "FILE|REFERENCE", requires = "key")]
+    signature: Option<Place>,
+    /// Public key that the signature must be by: ECDSA P-256 or P-384, PEM
+    #[arg(long, env = "VT_KEY", value_name = "FILE")]
+    key: Option<PathBuf>,
+    #[command(flatten)]
+    connection: ConnectionArgs,
+}
+
+impl SignatureArgs {
+    /// Checks the signature, if one is asked for; gives the key that it is by.
+    pub fn check(&self, bundle: &Path, quiet: bool) -> Result<Option<String>, Failure> {
+        let (Some(place), Some(key)) = (&self.signature, &self.key) else { return Ok(None) };
+        let key = VerifyingKey::read(key)?;
+        let client = self.connection.client(1)?;
+        let (name, signatures) = match place {
+            Place::Folder(path) => (path.display().to_string(), vec![read(path)?]),
+            Place::Store(reference) => (reference.to_string(), client.signatures(reference)?.1),
+        };
+        let progress: Arc<dyn Progress> = Arc::new(TransferBar::new(quiet));
+        client.verify_signature(bundle, &name, &signatures, &key, &progress)?;
+        Ok(Some(key.hint()))
+    }
+}
+
+fn read(path: &Path) -> Result<Vec<u8>, Failure> {
+    let failed = |e: std::io::Error| Failure::Other(format!("{}: {e}", path.display()), 6);
+    let len = path.metadata().map_err(failed)?.len();
+    if len > MAX_SIGNATURE {
+        return Err(Failure::Other(format!("{}: {len} bytes are no signature", path.display()), 3));
+    }
+    std::fs::read(path).map_err(failed)
+}

@@ -1,0 +1,375 @@
+//! The local cache: bundles that were fetched from stores, ready to be mapped.
+//!
+//!     ROOT/bundles/<bundle id>/...      whole bundles, made of hard links into ...
+//!     ROOT/blobs/<BLAKE3>               ... files, each once, read-only; `.part` while they come
+//!     ROOT/info/<bundle id>.json        what it was fetched as; its time is that of the last use
+//!     ROOT/locks/                       one lock per bundle, one per blob, one for pruning
+//!
+//! A bundle appears under `bundles/` by a rename, after every file's digest was checked. Of several processes that want
+//! the same bundle one fetches it and the others wait for it.
+
+use std::fs::{File, OpenOptions, Permissions};
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::SystemTime;
+
+use futures_util::{StreamExt, TryStreamExt, stream as futures};
+use rustix::fs::FlockOperation;
+use serde::{Deserialize, Serialize};
+use vt_bundle::Bundle;
+
+use crate::contents::{Contents, Entry};
+use crate::download::{download, is_whole};
+use crate::error::StoreError;
+use crate::hashing::blocking;
+use crate::progress::{Meter, Progress};
+use crate::pull::{make_parent, require_space, write_synced};
+use crate::reference::{Reference, is_digest};
+use crate::source::Source;
+
+/// Name of the lock that pruning takes alone and fetching takes together.
+const ALL: &str = "cache";
+
+/// A cache folder.
+#[derive(Clone, Debug)]
+pub struct Cache {
+    root: PathBuf,
+}
+
+/// A bundle in the cache. While this lives, pruning leaves it alone.
+#[derive(Debug)]
+pub struct CachedBundle {
+    /// Its folder.
+    pub dir: PathBuf,
+    /// Its id.
+    pub id: String,
+    /// Whether it was fetched just now.
+    pub fetched: bool,
+    _lock: Option<File>,
+}
+
+/// What the cache knows of a bundle.
+#[derive(Clone, Debug, Serialize)]
+pub struct CacheEntry {
+    /// Bundle id.
+    pub id: String,
+    /// What it was last fetched as.
+    pub reference: String,
+    /// Bytes of its files; files that it shares with others are counted for each.
+    pub bytes: u64,
+    /// Seconds since it was last used.
+    pub idle_seconds: u64,
+    /// Its folder.
+    pub dir: PathBuf,
+}
+
+/// What pruning did.
+#[derive(Clone, Debug, Default, Serialize)]
+pub struct Pruned {
+    /// Bundles that were removed.
+    pub removed: Vec<String>,
+    /// Bytes freed.
+    pub freed_bytes: u64,
+    /// Bytes that remain.
+    pub remaining_bytes: u64,
+    /// Bundles that were kept because a process uses them.
+    pub in_use: Vec<String>,
+}
+
+#[derive(Serialize, Deserialize)]
+struct Info {
+    reference: String,
+}
+
+impl Cache {
+    /// A cache in a folder, which is made when something is fetched.
+    pub fn new(root: PathBuf) -> Self {
+        Self { root }
+    }
+
+    /// `$XDG_CACHE_HOME/vt`, or `~/.cache/vt`; `None` where there is no home.
+    pub fn default_root() -> Option<PathBuf> {
+        let set = |name: &str| std::env::var_os(name).filter(|v| !v.is_empty()).map(PathBuf::from);
+        Some(
+            set("XDG_CACHE_HOME").filter(|p| p.is_absolute()).or_else(|| Some(set("HOME")?.join(".cache")))?.join("vt"),
+        )
+    }
+
+    /// The folder.
+    pub fn root(&self) -> &Path {
+        &self.root
+    }
+
+    fn bundle_dir(&self, id: &str) -> PathBuf {
+        self.root.join("bundles").join(id)
+    }
+
+    fn info_path(&self, id: &str) -> PathBuf {
+        self.root.join("info").join(format!("{id}.json"))
+    }
+
+    fn lock_path(&self, name: &str) -> PathBuf {
+        self.root.join("locks").join(format!("{name}.lock"))
+    }
+
+    /// A bundle that is there already, its manifest's BLAKE3 compared with the id; what is damaged counts as not there.
+    ///
+    /// # Errors
+    /// None but those of the file system.
+    pub fn find(&self, id: &str) -> Result<Option<CachedBundle>, StoreError> {
+        let dir = self.bundle_dir(id);
+        // A cache that cannot be written has no lock to take, and nobody who could remove anything either.
+        let lock = File::open(self.lock_path(id)).ok();
+        if let Some(lock) = &lock {
+            rustix::fs::flock(lock, FlockOperation::LockShared).map_err(|e| StoreError::io(&dir)(e.into()))?;
+        }
+        match Bundle::open(&dir) {
+            Ok(bundle) if bundle.id() == id => {
+                Ok(Some(CachedBundle { dir, id: id.to_owned(), fetched: false, _lock: lock }))
+            }
+            _ => Ok(None),
+        }
+    }
+
+    /// Notes the use of a bundle, for `prune` and `list`. A cache that cannot be written forgets it.
+    fn touch(&self, id: &str, reference: &Reference) {
+        let info = Info { reference: reference.to_string() };
+        if let Ok(bytes) = serde_json::to_vec(&info) {
+            let path = self.info_path(id);
+            let _ = make_parent(&path).and_then(|()| std::fs::write(&path, bytes).map_err(StoreError::io(&path)));
+        }
+    }
+
+    /// A bundle out of the cache, fetched if it is not there.
+    pub(crate) async fn get(
+        &self,
+        source: &Source<'_>,
+        reference: &Reference,
+        contents: &Contents,
+        jobs: usize,
+        progress: &Arc<dyn Progress>,
+    ) -> Result<CachedBundle, StoreError> {
+        if let Some(found) = self.find(&contents.id)? {
+            self.touch(&contents.id, reference);
+            return Ok(found);
+        }
+        for folder in ["bundles", "blobs", "info", "locks"] {
+            let path = self.root.join(folder);
+            std::fs::create_dir_all(&path).map_err(StoreError::io(&path))?;
+        }
+        let _all = self.lock(ALL, FlockOperation::LockShared).await?;
+        let lock = self.lock(&contents.id, FlockOperation::LockExclusive).await?;
+        let dir = self.bundle_dir(&contents.id);
+        // Another process may have fetched it while this one waited.
+        let there = Bundle::open(&dir).is_ok_and(|bundle| bundle.id() == contents.id);
+        if !there {
+            self.fill(source, reference, contents, jobs, progress).await?;
+        }
+        self.touch(&contents.id, reference);
+        rustix::fs::flock(&lock, FlockOperation::LockShared).map_err(|e| StoreError::io(&dir)(e.into()))?;
+        Ok(CachedBundle { dir, id: contents.id.clone(), fetched: !there, _lock: Some(lock) })
+    }
+
+    /// Makes a bundle's folder out of blobs, downloading those that are missing. The caller holds the bundle's lock.
+    async fn fill(
+        &self,
+        source: &Source<'_>,
+        reference: &Reference,
+        contents: &Contents,
+        jobs: usize,
+        progress: &Arc<dyn Progress>,
+    ) -> Result<(), StoreError> {
+        let dir = self.bundle_dir(&contents.id);
+        let partial = self.root.join("bundles").join(format!("{}.partial", contents.id));
+        for stale in [&dir, &partial] {
+            remove_tree(stale)?;
+        }
+        std::fs::create_dir_all(&partial).map_err(StoreError::io(&partial))?;
+        let size = |entry: &&Entry| self.blob_path(entry).metadata().map_or(0, |meta| meta.len()).min(entry.size);
+        let present: u64 = contents.entries.iter().map(|entry| size(&entry)).sum();
+        require_space(&self.root, contents.total_bytes().saturating_sub(present))?;
+        progress.begin("fetching", contents.total_bytes());
+        let place = reference.to_string();
+        futures::iter(&contents.entries)
+            .map(async |entry| {
+                let meter = Meter::new(progress);
+                let target = partial.join(&entry.path);
+                make_parent(&target)?;
+                if let Some(bytes) = contents.derived(&entry.path) {
+                    write_synced(&target, &bytes)?;
+                    meter.set(entry.size);
+                    return Ok(());
+                }
+                let blob = self.blob(source, &place, entry, &meter).await?;
+                link(&blob, &target)
+            })
+            .buffer_unordered(jobs.max(1))
+            .try_collect::<()>()
+            .await?;
+        let bundle = Bundle::open(&partial)?;
+        if bundle.id() != contents.id {
+            let (found, expected) = (bundle.id().to_owned(), contents.id.clone());
+            return Err(vt_bundle::BundleError::Id { path: partial, found, expected }.into());
+        }
+        std::fs::rename(&partial, &dir).map_err(StoreError::io(&dir))
+    }
+
+    fn blob_path(&self, entry: &Entry) -> PathBuf {
+        self.root.join("blobs").join(&entry.blake3)
+    }
+
+    /// A blob, downloaded if it is not there. One that is there is hashed before a new bundle is made of it.
+    async fn blob(
+        &self,
+        source: &Source<'_>,
+        place: &str,
+        entry: &Entry,
+        meter: &Meter,
+    ) -> Result<PathBuf, StoreError> {
+        let path = self.blob_path(entry);
+        let _lock = self.lock(&entry.blake3, FlockOperation::LockExclusive).await?;
+        if is_whole(&path, entry).await? {
+            meter.set(entry.size);
+            return Ok(path);
+        }
+        download(source, place, entry, &path, meter).await?;
+        // Nobody has a reason to write to it again.
+        std::fs::set_permissions(&path, Permissions::from_mode(0o444)).map_err(StoreError::io(&path))?;
+        Ok(path)
+    }
+
+    async fn lock(&self, name: &str, operation: FlockOperation) -> Result<File, StoreError> {
+        let path = self.lock_path(name);
+        blocking(move || {
+            let file = OpenOptions::new().create(true).truncate(false).write(true).open(&path);
+            let file = file.map_err(StoreError::io(&path))?;
+            rustix::fs::flock(&file, operation).map_err(|e| StoreError::io(&path)(e.into()))?;
+            Ok(file)
+        })
+        .await
+    }
+
+    /// The bundles of the cache, the one used last first.
+    ///
+    /// # Errors
+    /// [`StoreError::Io`]; a cache that does not exist is empty.
+    pub fn list(&self) -> Result<Vec<CacheEntry>, StoreError> {
+        let bundles = self.root.join("bundles");
+        let now = SystemTime::now();
+        let mut found = Vec::new();
+        for name in names(&bundles)?.into_iter().filter(|name| is_digest(name)) {
+            let Ok(bundle) = Bundle::open(&bundles.join(&name)) else { continue };
+            let path = bundle.dir().join(vt_bundle::manifest::file_name::MANIFEST);
+            let bytes = std::fs::read(&path).map_err(StoreError::io(&path))?;
+            let bytes = Contents::read(&name, bytes)?.total_bytes();
+            let info = self.info_path(&name);
+            let reference = std::fs::read(&info).ok().and_then(|bytes| serde_json::from_slice::<Info>(&bytes).ok());
+            let used =
+                info.metadata().or_else(|_| bundle.dir().metadata()).and_then(|meta| meta.modified()).unwrap_or(now);
+            found.push(CacheEntry {
+                id: name,
+                reference: reference.map(|i| i.reference).unwrap_or_default(),
+                bytes,
+                idle_seconds: now.duration_since(used).map_or(0, |d| d.as_secs()),
+                dir: bundle.dir().to_owned(),
+            });
+        }
+        found.sort_by(|a, b| a.idle_seconds.cmp(&b.idle_seconds).then_with(|| a.id.cmp(&b.id)));
+        Ok(found)
+    }
+
+    /// Removes bundles, the one used longest ago first, until the cache has at most `max_bytes`; then what no bundle uses.
+    ///
+    /// # Errors
+    /// [`StoreError::Busy`] while a process fetches; [`StoreError::Io`].
+    pub fn prune(&self, max_bytes: u64) -> Result<Pruned, StoreError> {
+        let mut pruned = Pruned::default();
+        if !self.root.join("bundles").exists() {
+            return Ok(pruned);
+        }
+        let locks = self.root.join("locks");
+        std::fs::create_dir_all(&locks).map_err(StoreError::io(&locks))?;
+        let _all = self.try_lock(ALL)?.ok_or_else(|| StoreError::Busy { path: self.root.clone() })?;
+        let before = self.blob_bytes()?;
+        for name in names(&self.root.join("bundles"))?.iter().filter(|name| !is_digest(name)) {
+            remove_tree(&self.root.join("bundles").join(name))?;
+        }
+        self.remove_unused()?;
+        let mut idle = self.list()?;
+        while self.blob_bytes()? > max_bytes {
+            let Some(entry) = idle.pop() else { break };
+            let Some(_lock) = self.try_lock(&entry.id)? else {
+                pruned.in_use.push(entry.id);
+                continue;
+            };
+            remove_tree(&entry.dir)?;
+            let _ = std::fs::remove_file(self.info_path(&entry.id));
+            pruned.removed.push(entry.id);
+            self.remove_unused()?;
+        }
+        pruned.remaining_bytes = self.blob_bytes()?;
+        pruned.freed_bytes = before.saturating_sub(pruned.remaining_bytes);
+        Ok(pruned)
+    }
+
+    /// A lock for oneself, `None` where somebody holds it.
+    fn try_lock(&self, name: &str) -> Result<Option<File>, StoreError> {
+        let path = self.lock_path(name);
+        let file =
+            OpenOptions::new().create(true).truncate(false).write(true).open(&path).map_err(StoreError::io(&path))?;
+        Ok(rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive).is_ok().then_some(file))
+    }
+
+    /// Removes blobs that no bundle links to, unfinished ones included.
+    fn remove_unused(&self) -> Result<(), StoreError> {
+        let blobs = self.root.join("blobs");
+        for name in names(&blobs)? {
+            let path = blobs.join(name);
+            if path.metadata().is_ok_and(|meta| meta.nlink() == 1) {
+                std::fs::remove_file(&path).map_err(StoreError::io(&path))?;
+            }
+        }
+        Ok(())
+    }
+
+    fn blob_bytes(&self) -> Result<u64, StoreError> {
+        let blobs = self.root.join("blobs");
+        Ok(names(&blobs)?.iter().map(|name| blobs.join(name).metadata().map_or(0, |meta| meta.len())).sum())
+    }
+}
+
+/// Names in a folder; none where there is no folder.
+fn names(dir: &Path) -> Result<Vec<String>, StoreError> {
+    let entries = match std::fs::read_dir(dir) {
+        Ok(entries) => entries,
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
+        Err(e) => return Err(StoreError::io(dir)(e)),
+    };
+    let mut names = Vec::new();
+    for entry in entries {
+        names.push(entry.map_err(StoreError::io(dir))?.file_name().to_string_lossy().into_owned());
+    }
+    names.sort();
+    Ok(names)
+}
+
+fn remove_tree(path: &Path) -> Result<(), StoreError> {
+    match std::fs::remove_dir_all(path) {
+        Err(e) if e.kind() != std::io::ErrorKind::NotFound => Err(StoreError::io(path)(e)),
+        _ => Ok(()),
+    }
+}
+
+/// Gives a blob a second name: a hard link, or where there are none a copy that shares its blocks, or a plain copy.
+fn link(blob: &Path, target: &Path) -> Result<(), StoreError> {
+    if std::fs::hard_link(blob, target).is_ok() {
+        return Ok(());
+    }
+    let from = File::open(blob).map_err(StoreError::io(blob))?;
+    let to = File::create(target).map_err(StoreError::io(target))?;
+    if rustix::fs::ioctl_ficlone(&to, &from).is_ok() {
+        return Ok(());
+    }
+    std::fs::copy(blob, target).map(|_| ()).map_err(StoreError::io(target))
+}
