@@ -70,7 +70,7 @@ impl<A: HostArena> CpuModel<A> {
     /// [`LoadError::Graph`] where the bundle lacks something; [`LoadError::System`] where threads cannot be started;
     /// [`LoadError::DoesNotFit`] where the cache's size overflows.
     pub fn new(loaded: LoadedBundle<A>, config: ModelConfig, options: &CpuModelOptions) -> Result<Self, LoadError> {
-        let graph = Graph::resolve(&config, &loaded)?;
+        let graph = Graph::resolve(&config, loaded.bundle())?;
         let frequencies = frequencies(&config, &graph, &loaded);
         let cx =
             Context::new(options.threads).map_err(|source| LoadError::System { what: "compute threads", source })?;

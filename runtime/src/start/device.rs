@@ -79,7 +79,7 @@ pub(super) fn run(cli: &Cli, index: u32, mut startup: Startup) -> Result<(), Fai
     }
     let loaded = LoadedBundle::load(bundle, &uploading, verify, &progress)?;
     startup.record(&loaded.report().phases);
-    let graph = startup.phase("graph", |_| Graph::resolve(&config, &loaded));
+    let graph = startup.phase("graph", |_| Graph::resolve(&config, loaded.bundle()));
     graph.map_err(LoadError::from)?;
     for note in &loaded.report().notes {
         tracing::warn!("{note}");

@@ -118,7 +118,7 @@ impl Opened {
     pub(super) fn load_only(self, startup: &mut Startup) -> Result<(), Failure> {
         let config = self.config.clone();
         let loaded = self.load(startup, &|_| ())?;
-        startup.phase("graph", |_| Graph::resolve(&config, &loaded)).map_err(LoadError::from)?;
+        startup.phase("graph", |_| Graph::resolve(&config, loaded.bundle())).map_err(LoadError::from)?;
         Ok(())
     }
 

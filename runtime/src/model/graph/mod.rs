@@ -9,11 +9,11 @@ mod weights;
 
 pub use block::{Attention, Experts, FeedForward, GatedMlp, Layer};
 pub use parts::{LowRankRef, Product, Projection, ProjectionOutput};
-pub use weights::{MatrixRef, VectorRef};
+pub use weights::{MatrixRef, MatrixStorage, VectorRef};
 
 use super::config::ModelConfig;
-use crate::load::LoadedBundle;
 use parts::{Resolver, Spacing};
+use vt_bundle::Bundle;
 
 /// Why a bundle does not hold what its architecture needs.
 #[derive(Debug, thiserror::Error)]
@@ -82,8 +82,8 @@ impl Graph {
     ///
     /// # Errors
     /// [`GraphError`] naming the tensor, what was found and what was expected.
-    pub fn resolve<A>(config: &ModelConfig, loaded: &LoadedBundle<A>) -> Result<Self, GraphError> {
-        let mut resolver = Resolver::new(&config.architecture, loaded.bundle());
+    pub fn resolve(config: &ModelConfig, bundle: &Bundle) -> Result<Self, GraphError> {
+        let mut resolver = Resolver::new(&config.architecture, bundle);
         let (hidden, vocab) = (config.hidden_size, config.vocab_size);
         let embedding = resolver.whole_matrix("model.embed_tokens.weight", vocab, hidden)?;
         let mut layers = Vec::with_capacity(config.layers.len());

@@ -2,9 +2,10 @@
 
 use super::GraphError;
 use crate::load::{HostArena, LoadedBundle};
+use vt_bundle::Bundle;
 use vt_bundle::codec::ggml::raw::{self, RawFormat};
 use vt_bundle::geometry::Geometry;
-use vt_bundle::layout::MAX_SCALE_PLANES;
+use vt_bundle::layout::{MAX_SCALE_PLANES, TiledMatrix};
 use vt_bundle::manifest::{Layout, Tensor};
 use vt_kernels::weight::MAX_CODE_PLANES;
 use vt_kernels::{FloatType, RawWeight, RowsWeight, TiledWeight, Weight};
@@ -109,6 +110,65 @@ impl MatrixRef {
     }
 }
 
+impl MatrixRef {
+    /// The tensor's index in the manifest, and the expert's in the tensor.
+    pub fn place(&self) -> (usize, u64) {
+        (self.tensor, self.expert)
+    }
+
+    /// Offsets in the image of the tensor's planes, in their order.
+    ///
+    /// # Panics
+    /// Where the bundle is not the one that the reference was resolved against.
+    pub fn plane_offsets(&self, bundle: &Bundle) -> Vec<u64> {
+        let (tensor, _) = bundle.tensor_at(self.tensor);
+        tensor.planes.iter().map(|plane| tensor.plane_offset(plane, self.expert)).collect()
+    }
+
+    /// How the matrix is stored.
+    ///
+    /// # Panics
+    /// As [`MatrixRef::plane_offsets`].
+    pub fn storage<'a>(&self, bundle: &'a Bundle) -> MatrixStorage<'a> {
+        let (tensor, geometry) = bundle.tensor_at(self.tensor);
+        match (geometry, raw_format(tensor), float_type(tensor)) {
+            (Geometry::Tiled(matrix), ..) => MatrixStorage::Tiled(matrix),
+            (Geometry::Rows { rows, .. }, Some(format), _) => {
+                MatrixStorage::Raw { format, n: *rows as usize, k: tensor.shape[1] as usize }
+            }
+            (Geometry::Rows { rows, .. }, None, dtype) => {
+                let dtype = dtype.expect("the type was checked by MatrixRef::new");
+                MatrixStorage::Rows { dtype, n: *rows as usize, k: tensor.shape[1] as usize }
+            }
+        }
+    }
+}
+
+/// How a matrix of a bundle is stored: what there is to know besides where its planes are.
+#[derive(Clone, Copy, Debug)]
+pub enum MatrixStorage<'a> {
+    /// Planes in tile order.
+    Tiled(&'a TiledMatrix),
+    /// Rows of floats.
+    Rows {
+        /// Element type.
+        dtype: FloatType,
+        /// Out-features.
+        n: usize,
+        /// In-features.
+        k: usize,
+    },
+    /// Rows of ggml blocks.
+    Raw {
+        /// Format of the blocks.
+        format: &'static RawFormat,
+        /// Out-features.
+        n: usize,
+        /// In-features.
+        k: usize,
+    },
+}
+
 impl VectorRef {
     /// A reference to `len` elements from `first` on, if the tensor is a row-major one of floats.
     pub(super) fn new(
@@ -132,6 +192,20 @@ impl VectorRef {
     /// Whether there are none.
     pub fn is_empty(&self) -> bool {
         self.len == 0
+    }
+
+    /// Stored type of an element.
+    pub fn dtype(&self) -> FloatType {
+        self.dtype
+    }
+
+    /// Offset in the image of the first element.
+    ///
+    /// # Panics
+    /// Where the bundle is not the one that the reference was resolved against.
+    pub fn offset(&self, bundle: &Bundle) -> u64 {
+        let (tensor, _) = bundle.tensor_at(self.tensor);
+        tensor.plane_offset(&tensor.planes[0], self.expert) + (self.first * self.dtype.bytes()) as u64
     }
 
     /// The elements as f32, exactly.
