@@ -1,0 +1,395 @@
+//! One forward pass as launches in a stream. Nothing here allocates or waits, and every number that differs from replay to
+//! replay is read from the device's memory, so that a pass can be recorded.
+//!
+//! Axes: T tokens, K in-features, N out-features, D elements of a head.
+
+use super::constants::Constant;
+use super::network::{DeviceExperts, DeviceFeedForward, DeviceLayer, DeviceMlp, DeviceProjection, Network};
+use super::step::{StepLayout, StepShape};
+use super::workspace::WorkspaceLayout;
+use crate::model::config::{Activation, LayerConfig, ModelConfig};
+use std::sync::Arc;
+use vt_kernels::FloatType;
+use vt_kernels::activation::Gate;
+use vt_kernels::attention::AttentionShape;
+use vt_kernels::cuda::attention::{Attention, AttentionBatch, DecodeWorkspace};
+use vt_kernels::cuda::elementwise::{Columns, ElementwiseKernels, Placing};
+use vt_kernels::cuda::embedding::EmbeddingKernels;
+use vt_kernels::cuda::gemm::{DeviceMatrix, ExpertGroups, Gemm, GemmRequest, OutType};
+use vt_kernels::cuda::kv_cache::{CudaKvCache, KvRows, KvScales, KvWriter};
+use vt_kernels::cuda::moe::{ExpertRows, MoeKernels, Routing, RoutingTables};
+use vt_kernels::cuda::norm::{HeadRows, NormKernels};
+use vt_kernels::cuda::{CudaContext, CudaError, CudaStream};
+
+/// The kernels of a forward pass.
+#[derive(Debug)]
+pub(super) struct Kernels {
+    pub embedding: EmbeddingKernels,
+    pub norm: NormKernels,
+    pub elementwise: ElementwiseKernels,
+    pub gemm: Gemm,
+    pub attention: Attention,
+    pub kv: KvWriter,
+    /// Where the model has experts.
+    pub moe: Option<MoeKernels>,
+}
+
+impl Kernels {
+    pub(super) fn new(context: &Arc<CudaContext>, config: &ModelConfig, cache: &CudaKvCache) -> Result<Self, CudaError> {
+        Ok(Self {
+            embedding: EmbeddingKernels::new(context)?,
+            norm: NormKernels::new(context)?,
+            elementwise: ElementwiseKernels::new(context)?,
+            gemm: Gemm::new(context)?,
+            attention: Attention::new(context, config.num_heads, cache)?,
+            kv: KvWriter::new(context)?,
+            moe: config.moe.as_ref().map(|_| MoeKernels::new(context)).transpose()?,
+        })
+    }
+}
+
+/// Where a projection's columns go.
+#[derive(Clone, Copy, Debug)]
+enum Target {
+    /// bf16 rows.
+    Bf16(u64),
+    /// f32 rows.
+    F32(u64),
+    /// Added to f32 rows.
+    AddF32(u64),
+}
+
+impl Target {
+    fn address(self) -> u64 {
+        match self {
+            Target::Bf16(address) | Target::F32(address) | Target::AddF32(address) => address,
+        }
+    }
+
+    fn element(self) -> u64 {
+        if matches!(self, Target::Bf16(_)) { 2 } else { 4 }
+    }
+
+    fn out_type(self) -> OutType {
+        if matches!(self, Target::Bf16(_)) { OutType::Bf16 } else { OutType::F32 }
+    }
+
+    fn placing(self) -> Placing {
+        match self {
+            Target::Bf16(_) => Placing::Bf16,
+            Target::F32(_) => Placing::F32,
+            Target::AddF32(_) => Placing::AddF32,
+        }
+    }
+}
+
+/// Everything that launches of one step name.
+pub(super) struct Pass<'a> {
+    pub config: &'a ModelConfig,
+    pub network: &'a Network,
+    pub kernels: &'a Kernels,
+    pub cache: &'a CudaKvCache,
+    pub kv_scales: &'a [KvScales],
+    pub decode: &'a DecodeWorkspace,
+    pub stream: &'a CudaStream,
+    /// Address of the workspace.
+    pub workspace: u64,
+    pub layout: &'a WorkspaceLayout,
+    pub shape: StepShape,
+    pub step: StepLayout,
+    /// Results do not depend on the batch, bit for bit.
+    pub deterministic: bool,
+}
+
+impl Pass<'_> {
+    fn at(&self, offset: u64) -> u64 {
+        self.workspace + offset
+    }
+
+    /// An array of the step.
+    fn sent(&self, offset: u64) -> u64 {
+        self.workspace + self.layout.step + offset
+    }
+
+    fn constant(&self, constant: Constant) -> u64 {
+        constant.address(self.workspace + self.layout.constants)
+    }
+
+    /// Everything up to the residual stream after the last layer.
+    pub(super) fn layers(&self) -> Result<(), CudaError> {
+        let (config, tokens) = (self.config, self.shape.tokens);
+        self.kernels.embedding.embed(
+            self.stream,
+            &self.network.embedding,
+            self.sent(self.step.tokens),
+            tokens,
+            config.embedding_scale,
+            self.at(self.layout.residual),
+        )?;
+        for (rope, &angles) in self.network.ropes.iter().zip(&self.layout.angles) {
+            let (positions, frequencies) = (self.sent(self.step.positions), self.constant(rope.frequencies));
+            let norm = &self.kernels.norm;
+            norm.rotations(self.stream, positions, frequencies, rope.factor, rope.half, tokens, self.at(angles))?;
+        }
+        for (index, (layer, layer_config)) in self.network.layers.iter().zip(&config.layers).enumerate() {
+            self.layer(index, layer, layer_config)?;
+        }
+        Ok(())
+    }
+
+    /// Logits of the wanted rows `first .. first + rows`, to the front of the buffer for logits.
+    pub(super) fn logits(&self, first: usize, rows: usize) -> Result<(), CudaError> {
+        let wanted = self.sent(self.step.wanted) + 4 * first as u64;
+        self.norm(self.network.norm, Some(wanted), rows)?;
+        let (head, logits) = (&self.network.head, self.at(self.layout.logits));
+        self.project(head, self.at(self.layout.normed), rows, Target::F32(logits), head.stride)?;
+        match self.config.final_logit_softcap {
+            Some(cap) => self.kernels.elementwise.soft_cap(self.stream, logits, rows, head.stride, head.stride, cap),
+            None => Ok(()),
+        }
+    }
+
+    /// Norms of the residual stream into `normed`.
+    fn norm(&self, weight: Constant, rows: Option<u64>, count: usize) -> Result<(), CudaError> {
+        let (x, out) = (self.at(self.layout.residual), self.at(self.layout.normed));
+        let (width, eps) = (self.config.hidden_size, self.config.rms_norm_eps);
+        self.kernels.norm.rms_norm(self.stream, x, rows, count, width, self.constant(weight), eps, out)
+    }
+
+    fn layer(&self, index: usize, layer: &DeviceLayer, config: &LayerConfig) -> Result<(), CudaError> {
+        let tokens = self.shape.tokens;
+        self.norm(layer.input_norm, None, tokens)?;
+        self.attention(index, layer, config)?;
+        let inner = self.at(self.layout.inner);
+        // With a norm of its own, a block's output is added together with the norm that follows.
+        self.block(layer.post_attention_norm, Some(layer.feed_forward_norm), |target| {
+            self.project(&layer.output, inner, tokens, target, self.config.hidden_size)
+        })?;
+        if layer.post_attention_norm.is_none() {
+            self.norm(layer.feed_forward_norm, None, tokens)?;
+        }
+        self.block(layer.post_feed_forward_norm, None, |target| match &layer.feed_forward {
+            DeviceFeedForward::Dense(mlp) => self.mlp(mlp, target),
+            DeviceFeedForward::Experts(experts) => self.experts(experts, target),
+        })
+    }
+
+    /// Adds what `compute` gives to the residual stream, through the norm `post` where there is one; `normed` then holds the
+    /// norm `next` of the sum.
+    fn block(
+        &self,
+        post: Option<Constant>,
+        next: Option<Constant>,
+        compute: impl FnOnce(Target) -> Result<(), CudaError>,
+    ) -> Result<(), CudaError> {
+        let residual = self.at(self.layout.residual);
+        let Some(post) = post else { return compute(Target::AddF32(residual)) };
+        let block = self.at(self.layout.block);
+        compute(Target::F32(block))?;
+        let next = next.map(|next| (self.constant(next), self.at(self.layout.normed)));
+        let (tokens, width, eps) = (self.shape.tokens, self.config.hidden_size, self.config.rms_norm_eps);
+        let norm = &self.kernels.norm;
+        norm.post_norm_add(self.stream, block, self.constant(post), residual, next, tokens, width, eps)
+    }
+
+    /// From `normed` to `inner`.
+    fn attention(&self, index: usize, layer: &DeviceLayer, config: &LayerConfig) -> Result<(), CudaError> {
+        let (model, tokens) = (self.config, self.shape.tokens);
+        let (projected, inner) = (self.at(self.layout.projected), self.at(self.layout.inner));
+        let [q_at, k_at, v_at] = layer.heads_at;
+        let stride = layer.qkv.stride;
+        self.project(&layer.qkv, self.at(self.layout.normed), tokens, Target::Bf16(projected), stride)?;
+        let rows = HeadRows {
+            x: projected,
+            stride,
+            queries: (q_at, model.num_heads),
+            keys: (k_at, model.num_kv_heads),
+            dim: model.head_dim,
+            norms: layer.head_norms.map(|(q, k)| (self.constant(q), self.constant(k))),
+            eps: model.rms_norm_eps,
+            angles: self.at(self.layout.angles[config.rope]),
+            half: self.network.ropes[config.rope].half,
+        };
+        self.kernels.norm.heads(self.stream, &rows, tokens)?;
+        let scales = self.kv_scales[index];
+        let slots = self.sent(self.step.slots);
+        let rows = KvRows { x: projected, stride, keys_at: k_at, values_at: v_at, tokens, slots };
+        self.kernels.kv.write(self.stream, self.cache, index, scales, &rows)?;
+        let shape = AttentionShape {
+            heads: model.num_heads,
+            scale: model.attention_scale,
+            window: config.window,
+            soft_cap: model.attention_softcap,
+        };
+        let table_stride = self.step.table_stride;
+        let tables = self.sent(self.step.tables);
+        let batch = AttentionBatch {
+            x: projected,
+            stride,
+            queries_at: q_at,
+            out: inner,
+            out_stride: model.query_rows(),
+            sequences: self.shape.decode,
+            starts: self.sent(self.step.decode_rows),
+            lengths: self.sent(self.step.decode_lengths),
+            block_tables: tables,
+            table_stride,
+        };
+        let attention = &self.kernels.attention;
+        if self.shape.decode > 0 {
+            let scratch = self.at(self.layout.attention);
+            attention.decode(self.stream, &shape, self.cache, index, scales, &batch, self.decode, scratch)?;
+        }
+        if self.shape.runs > 0 {
+            let batch = AttentionBatch {
+                sequences: self.shape.runs,
+                starts: self.sent(self.step.run_starts),
+                lengths: self.sent(self.step.run_lengths),
+                block_tables: tables + 4 * (self.shape.decode * table_stride) as u64,
+                ..batch
+            };
+            attention.prefill(self.stream, &shape, self.cache, index, scales, &batch, tokens - self.shape.decode)?;
+        }
+        Ok(())
+    }
+
+    fn gate(&self) -> Gate {
+        match self.config.activation {
+            Activation::Silu => Gate::Silu,
+            Activation::GeluTanh => Gate::GeluTanh,
+        }
+    }
+
+    /// `act(gate) * up` of `rows` rows of `projected`, to `inner`.
+    fn gated(&self, mlp: &DeviceMlp, rows: usize) -> Result<(), CudaError> {
+        let [gate_at, up_at] = mlp.columns;
+        let (x, out) = (self.at(self.layout.projected), self.at(self.layout.inner));
+        let (stride, width) = (mlp.gate_up.stride, mlp.down.k);
+        self.kernels.elementwise.gated(self.stream, self.gate(), x, rows, stride, gate_at, up_at, width, out)
+    }
+
+    fn mlp(&self, mlp: &DeviceMlp, target: Target) -> Result<(), CudaError> {
+        let tokens = self.shape.tokens;
+        let (x, projected) = (self.at(self.layout.normed), self.at(self.layout.projected));
+        self.project(&mlp.gate_up, x, tokens, Target::Bf16(projected), mlp.gate_up.stride)?;
+        self.gated(mlp, tokens)?;
+        self.project(&mlp.down, self.at(self.layout.inner), tokens, target, self.config.hidden_size)
+    }
+
+    fn experts(&self, experts: &DeviceExperts, target: Target) -> Result<(), CudaError> {
+        let (Some(moe), Some(kernels)) = (&self.config.moe, &self.kernels.moe) else {
+            return Ok(());
+        };
+        let (tokens, hidden) = (self.shape.tokens, self.config.hidden_size);
+        let (top_k, count) = (moe.top_k, moe.num_experts);
+        let (normed, scores) = (self.at(self.layout.normed), self.at(self.layout.scores));
+        self.project(&experts.router, normed, tokens, Target::F32(scores), experts.router.stride)?;
+        let routing = Routing { tokens, experts: count, top_k, normalise: moe.normalize_weights };
+        let overflow = || CudaError::Unsupported { op: "expert routing", what: format!("{tokens} tokens") };
+        let tables = RoutingTables::at(self.at(self.layout.routing), tokens, count, top_k).ok_or_else(overflow)?;
+        kernels.route(self.stream, &routing, scores, experts.router.stride, experts.scores_at, &tables)?;
+        let rows = |address: u64, dtype: FloatType, stride: usize| ExpertRows { address, dtype, stride };
+        let gathered = self.at(self.layout.gathered);
+        kernels.gather(
+            self.stream,
+            &routing,
+            rows(normed, FloatType::Bf16, hidden),
+            hidden,
+            &tables,
+            rows(gathered, FloatType::Bf16, hidden),
+        )?;
+        let pairs = tokens * top_k;
+        let groups = |stride: u64| ExpertGroups { count: count as u32, stride, offsets: tables.offsets };
+        let gate_up = &experts.first.gate_up;
+        for (product, &stride) in gate_up.products.iter().zip(&experts.gate_up_strides) {
+            let out = self.at(self.layout.projected) + 2 * product.column as u64;
+            let request = self.request(gathered, gate_up.k, pairs, Target::Bf16(out), gate_up.stride);
+            let scratch = self.at(self.layout.gemm);
+            self.kernels.gemm.launch_grouped(self.stream, &product.matrix, &request, &groups(stride), scratch)?;
+        }
+        self.gated(&experts.first, pairs)?;
+        let (down, outputs) = (&experts.first.down, self.at(self.layout.expert_outputs));
+        let request = self.request(self.at(self.layout.inner), down.k, pairs, Target::F32(outputs), hidden);
+        let (scratch, matrix) = (self.at(self.layout.gemm), &down.products[0].matrix);
+        self.kernels.gemm.launch_grouped(self.stream, matrix, &request, &groups(experts.down_stride), scratch)?;
+        let accumulate = matches!(target, Target::AddF32(_));
+        kernels.combine(
+            self.stream,
+            &routing,
+            rows(outputs, FloatType::F32, hidden),
+            hidden,
+            &tables,
+            rows(target.address(), FloatType::F32, hidden),
+            accumulate,
+        )
+    }
+
+    fn request(&self, x: u64, k: usize, rows: usize, target: Target, out_stride: usize) -> GemmRequest {
+        GemmRequest {
+            x,
+            x_stride: k as u32,
+            m: rows as u32,
+            out: target.address(),
+            out_type: target.out_type(),
+            out_stride: out_stride as u32,
+            bias: None,
+            accumulate: matches!(target, Target::AddF32(_)),
+            deterministic: self.deterministic,
+        }
+    }
+
+    fn multiply(&self, matrix: &DeviceMatrix, request: &GemmRequest) -> Result<(), CudaError> {
+        self.kernels.gemm.launch(self.stream, matrix, request, self.at(self.layout.gemm))
+    }
+
+    /// A projection of `x` bf16 `[rows, K]` to rows of `target` that are `stride` elements apart.
+    fn project(
+        &self,
+        projection: &DeviceProjection,
+        x: u64,
+        rows: usize,
+        target: Target,
+        stride: usize,
+    ) -> Result<(), CudaError> {
+        let k = projection.k;
+        for (index, product) in projection.products.iter().enumerate() {
+            let input = match product.input_scale {
+                None => x,
+                Some(scale) => {
+                    let scaled = self.at(self.layout.scaled);
+                    let elementwise = &self.kernels.elementwise;
+                    elementwise.scale_inputs(self.stream, x, self.constant(scale), rows, k, scaled)?;
+                    scaled
+                }
+            };
+            let Some(outputs) = &projection.placed else {
+                let mut request = self.request(input, k, rows, target, stride);
+                request.out += target.element() * product.column as u64;
+                request.bias = product.bias.map(|bias| self.constant(bias));
+                self.multiply(&product.matrix, &request)?;
+                continue;
+            };
+            let result = self.at(self.layout.product);
+            self.multiply(&product.matrix, &self.request(input, k, rows, Target::F32(result), product.stride))?;
+            for output in outputs.iter().filter(|o| o.product == index) {
+                let mut from = Columns { address: result, stride: product.stride, at: output.product_column };
+                let to = Columns { address: target.address(), stride, at: output.column };
+                let mut scale = output.scale.map(|scale| self.constant(scale));
+                let bias = output.bias.map(|bias| self.constant(bias));
+                let elementwise = &self.kernels.elementwise;
+                if let Some(branch) = &output.low_rank {
+                    let sum = Columns { address: self.at(self.layout.placed), stride: output.rows, at: 0 };
+                    elementwise.place_columns(self.stream, from, sum, Placing::F32, rows, output.rows, scale, None)?;
+                    let (narrow, rank_stride) = (self.at(self.layout.low_rank), branch.rank.next_multiple_of(8));
+                    self.multiply(&branch.down, &self.request(input, k, rows, Target::Bf16(narrow), rank_stride))?;
+                    let mut up = self.request(narrow, branch.rank, rows, Target::AddF32(sum.address), output.rows);
+                    up.x_stride = rank_stride as u32;
+                    self.multiply(&branch.up, &up)?;
+                    (from, scale) = (sum, None);
+                }
+                elementwise.place_columns(self.stream, from, to, target.placing(), rows, output.rows, scale, bias)?;
+            }
+        }
+        Ok(())
+    }
+}
