@@ -21,6 +21,7 @@ const SOURCES: &[&str] = &[
     "blake3",
     // Between the products of a layer.
     "forward/elementwise",
+    "forward/embedding",
     "forward/norm",
     // Attention, its cache, and what comes after the logits.
     "attention/decode",

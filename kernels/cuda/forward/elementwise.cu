@@ -33,16 +33,6 @@ extern "C" __global__ void vt_widen(const void* x, uint32_t type, float offset, 
     if (i < len) out[i] = load_float(x, type, i) + offset;
 }
 
-// out [T, width] = rows of `table` [V, width] of floats, by token, times `scale`.
-extern "C" __global__ void vt_embed_floats(const uint32_t* tokens, const void* table, uint32_t type, uint32_t width,
-                                           float scale, float* out) {
-    const uint64_t from = static_cast<uint64_t>(tokens[blockIdx.x]) * width, to = static_cast<uint64_t>(blockIdx.x) * width;
-    for (uint32_t i = blockIdx.y * blockDim.x + threadIdx.x; i < width; i += gridDim.y * blockDim.x) {
-        const float value = load_float(table, type, from + i);
-        out[to + i] = scale == 1.0f ? value : value * scale;
-    }
-}
-
 // out [T, width] = gate(g) * u; row t of x [T, stride] holds g at `gate_at` and u at `up_at`. `wide` where all of them are
 // multiples of 8.
 extern "C" __global__ void vt_gated(const __nv_bfloat16* x, uint32_t stride, uint32_t gate_at, uint32_t up_at, uint32_t width,

@@ -17,7 +17,6 @@ const WIDE: usize = 8;
 #[derive(Debug)]
 pub struct ElementwiseKernels {
     widen: Function,
-    embed_floats: Function,
     gated: Function,
     scale_inputs: Function,
     place_columns: Function,
@@ -69,7 +68,6 @@ impl ElementwiseKernels {
         let module = Module::load(context, "forward/elementwise")?;
         Ok(Self {
             widen: module.function(c"vt_widen", 0)?,
-            embed_floats: module.function(c"vt_embed_floats", 0)?,
             gated: module.function(c"vt_gated", 0)?,
             scale_inputs: module.function(c"vt_scale_inputs", 0)?,
             place_columns: module.function(c"vt_place_columns", 0)?,
@@ -95,28 +93,6 @@ impl ElementwiseKernels {
         let blocks = (len as u32).div_ceil(THREADS);
         // SAFETY: the types and order of the kernel; the caller's addresses are device memory of the shapes named above.
         unsafe { self.widen.launch(stream, [blocks, 1, 1], [THREADS, 1, 1], 0, &mut arguments) }
-    }
-
-    /// `out` f32 `[T, width] = table[tokens] * scale`; `tokens` u32 `[T]`, each below the table's rows.
-    ///
-    /// # Errors
-    /// [`CudaError::Call`].
-    #[expect(clippy::too_many_arguments, reason = "a launch: every number is an argument of the kernel")]
-    pub fn embed_floats(
-        &self,
-        stream: &CudaStream,
-        tokens: u64,
-        count: usize,
-        table: u64,
-        dtype: FloatType,
-        width: usize,
-        scale: f32,
-        out: u64,
-    ) -> Result<(), CudaError> {
-        let (code, width_arg) = (float_code(dtype), width as u32);
-        let mut arguments = arguments![tokens, table, code, width_arg, scale, out];
-        // SAFETY: as above.
-        unsafe { self.embed_floats.launch(stream, grid(count, width, 1), [THREADS, 1, 1], 0, &mut arguments) }
     }
 
     /// `out` bf16 `[rows, width] = gate(g) * u`, where row `r` of `x` bf16 `[rows, stride]` holds `g` at `gate_at` and `u` at

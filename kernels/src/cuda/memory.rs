@@ -3,7 +3,7 @@
 use super::error::{Named, check_range, of_allocation};
 use super::host::{HostPlace, SharedPlace};
 use super::stream::Event;
-use super::{CudaContext, CudaError};
+use super::{CudaContext, CudaError, CudaStream};
 use cudarc::driver::{result, sys};
 use std::sync::Arc;
 use vt_bundle::mmap::HugePages;
@@ -65,6 +65,22 @@ impl DeviceMemory {
     /// The device's context.
     pub fn context(&self) -> &Arc<CudaContext> {
         &self.context
+    }
+
+    /// Starts writing zeros over everything.
+    ///
+    /// # Errors
+    /// [`CudaError`].
+    pub fn clear(&self, stream: &CudaStream) -> Result<(), CudaError> {
+        self.context.bind()?;
+        let len = usize::try_from(self.bytes).map_err(|_| CudaError::OutOfRange {
+            what: "clear",
+            start: 0,
+            end: self.bytes,
+            bytes: self.bytes,
+        })?;
+        // SAFETY: the range is the allocation, and both are alive.
+        unsafe { result::memset_d8_async(self.address, 0, len, stream.stream) }.named("cuMemsetD8Async")
     }
 
     /// Copies bytes back to the host and waits; for tests and diagnosis.

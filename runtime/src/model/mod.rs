@@ -1,11 +1,12 @@
-//! Decoder models on the CPU: configuration, graph, forward pass.
+//! Decoder models: configuration, graph, forward pass.
 //!
 //! - [`config`]: the architecture as data;
 //! - [`graph`]: every place in the network, as references into a bundle;
-//! - [`cpu`]: the forward pass over a ragged batch and a paged cache, behind [`crate::engine::model::Model`].
+//! - [`cpu`], [`cuda`]: the forward pass over a ragged batch and a paged cache, behind [`crate::engine::model::Model`].
 
 pub mod config;
 pub mod cpu;
+pub mod cuda;
 pub mod graph;
 
 mod experts;
@@ -15,6 +16,7 @@ mod workspace;
 
 pub use config::{ConfigError, ModelConfig};
 pub use cpu::{CpuModel, CpuModelOptions};
+pub use cuda::{CudaModel, CudaModelOptions, StepLimits, cuda_workspace_bytes};
 pub use graph::{Graph, GraphError};
 pub use workspace::workspace_bytes;
 

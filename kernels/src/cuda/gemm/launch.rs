@@ -6,7 +6,7 @@ use super::{DeviceMatrix, ExpertGroups, GemmRequest, checks};
 use crate::cuda::module::{Function, Module, arguments};
 use crate::cuda::{CudaContext, CudaError, CudaStream, DeviceMemory};
 use std::sync::Arc;
-use vt_bundle::codec::ggml::raw;
+use vt_bundle::codec::ggml::raw::{self, RawFormat};
 
 /// Columns and rows that a block of the generic kernel computes at a time, and its threads.
 const GENERIC_N: u32 = 64;
@@ -80,6 +80,13 @@ impl Gemm {
         self.generic(stream, matrix, &checked, groups.count)
     }
 
+    /// Address of the codebook of a raw format.
+    pub(super) fn codebook(&self, format: &RawFormat) -> u64 {
+        let before = raw::FORMATS.iter().take_while(|other| other.name != format.name);
+        let entries: usize = before.map(|other| other.grid().len()).sum();
+        self.grids.address() + 2 * entries as u64
+    }
+
     fn generic(
         &self,
         stream: &CudaStream,
@@ -96,9 +103,7 @@ impl Gemm {
                 Form::Tiled { params, .. } => tiled.launch(stream, grid, block, 0, &mut arguments![**params, *request]),
                 Form::Rows(params) => rows.launch(stream, grid, block, 0, &mut arguments![*params, *request]),
                 Form::Raw { format, params } => {
-                    let before = raw::FORMATS.iter().take_while(|other| other.name != format.name);
-                    let entries: usize = before.map(|other| other.grid().len()).sum();
-                    let params = Raw { grid: self.grids.address() + 2 * entries as u64, ..*params };
+                    let params = Raw { grid: self.codebook(format), ..*params };
                     raw.launch(stream, grid, block, 0, &mut arguments![params, *request])
                 }
             }

@@ -9,10 +9,12 @@
 //! recorded in a CUDA graph.
 
 mod checks;
+mod embed;
 mod launch;
 mod matrix;
 mod params;
 
+pub use embed::EmbeddingKernels;
 pub use launch::Gemm;
 pub use matrix::{DeviceMatrix, DevicePlane};
 

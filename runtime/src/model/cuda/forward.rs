@@ -14,8 +14,7 @@ use vt_kernels::activation::Gate;
 use vt_kernels::attention::AttentionShape;
 use vt_kernels::cuda::attention::{Attention, AttentionBatch, DecodeWorkspace};
 use vt_kernels::cuda::elementwise::{Columns, ElementwiseKernels, Placing};
-use vt_kernels::cuda::embedding::EmbeddingKernels;
-use vt_kernels::cuda::gemm::{DeviceMatrix, ExpertGroups, Gemm, GemmRequest, OutType};
+use vt_kernels::cuda::gemm::{DeviceMatrix, EmbeddingKernels, ExpertGroups, Gemm, GemmRequest, OutType};
 use vt_kernels::cuda::kv_cache::{CudaKvCache, KvRows, KvScales, KvWriter};
 use vt_kernels::cuda::moe::{ExpertRows, MoeKernels, Routing, RoutingTables};
 use vt_kernels::cuda::norm::{HeadRows, NormKernels};
@@ -35,7 +34,11 @@ pub(super) struct Kernels {
 }
 
 impl Kernels {
-    pub(super) fn new(context: &Arc<CudaContext>, config: &ModelConfig, cache: &CudaKvCache) -> Result<Self, CudaError> {
+    pub(super) fn new(
+        context: &Arc<CudaContext>,
+        config: &ModelConfig,
+        cache: &CudaKvCache,
+    ) -> Result<Self, CudaError> {
         Ok(Self {
             embedding: EmbeddingKernels::new(context)?,
             norm: NormKernels::new(context)?,
@@ -120,6 +123,7 @@ impl Pass<'_> {
         let (config, tokens) = (self.config, self.shape.tokens);
         self.kernels.embedding.embed(
             self.stream,
+            &self.kernels.gemm,
             &self.network.embedding,
             self.sent(self.step.tokens),
             tokens,

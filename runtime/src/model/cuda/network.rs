@@ -24,6 +24,28 @@ pub(super) struct Network {
     pub ropes: Vec<DeviceRope>,
 }
 
+impl Network {
+    /// Every matrix of a product.
+    pub(super) fn matrices(&self) -> impl Iterator<Item = &DeviceMatrix> {
+        let layers = self.layers.iter().flat_map(DeviceLayer::projections).chain([&self.head]);
+        layers.flat_map(|projection| {
+            let branches = projection.placed.iter().flatten().filter_map(|o| o.low_rank.as_ref());
+            let branches = branches.flat_map(|branch| [&branch.down, &branch.up]);
+            projection.products.iter().map(|p| &p.matrix).chain(branches)
+        })
+    }
+}
+
+impl DeviceLayer {
+    fn projections(&self) -> impl Iterator<Item = &DeviceProjection> {
+        let (router, mlp) = match &self.feed_forward {
+            DeviceFeedForward::Dense(mlp) => (None, mlp),
+            DeviceFeedForward::Experts(experts) => (Some(&experts.router), &experts.first),
+        };
+        [&self.qkv, &self.output, &mlp.gate_up, &mlp.down].into_iter().chain(router)
+    }
+}
+
 /// Frequencies of one rotary embedding.
 #[derive(Debug)]
 pub(super) struct DeviceRope {
@@ -155,7 +177,11 @@ impl<'a> Builder<'a> {
     }
 
     /// `divisors` of rotary frequencies, where the bundle has a vector of them.
-    pub(super) fn build(mut self, graph: &Graph, divisors: Option<Vec<f32>>) -> Result<(Network, Constants), LoadError> {
+    pub(super) fn build(
+        mut self,
+        graph: &Graph,
+        divisors: Option<Vec<f32>>,
+    ) -> Result<(Network, Constants), LoadError> {
         let embedding = self.matrix(&graph.embedding)?;
         let layers = graph.layers.iter().map(|layer| self.layer(layer)).collect::<Result<_, _>>()?;
         let norm = self.norm(&graph.norm);

@@ -168,8 +168,12 @@ impl WorkspaceLayout {
         let (top_k, experts) = config.moe.as_ref().map_or((0, 0), |moe| (moe.top_k, moe.num_experts));
         let widths = Widths::of(graph, top_k);
         let logit_rows = limits.sequences.max(LOGIT_ROWS).min(tokens);
-        let shape =
-            KvShape { layers: 1, kv_heads: config.num_kv_heads, head_dim: config.head_dim, blocks: limits.table_stride() };
+        let shape = KvShape {
+            layers: 1,
+            kv_heads: config.num_kv_heads,
+            head_dim: config.head_dim,
+            blocks: limits.table_stride(),
+        };
         let attention = DecodeWorkspace::new(limits.sequences, limits.context, config.num_heads, &shape)?;
         let mut places = Places(0);
         let p = &mut places;

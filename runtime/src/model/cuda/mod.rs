@@ -1,0 +1,356 @@
+//! The forward pass on a CUDA device.
+//!
+//! - [`constants`]: vectors as f32; [`network`]: the graph with addresses instead of names;
+//! - [`step`]: what a step sends; [`workspace`]: where every buffer lies;
+//! - [`forward`]: the launches of a pass.
+//!
+//! Weights stay where the load has put them: matrices are addresses in the arena. Everything else is three allocations, made
+//! before the first step: cache, workspace, and page-locked memory for what goes to the device and comes back. Activations
+//! are bf16 where they enter a product, the residual stream, sums and logits are f32.
+//!
+//! Steps in which every sequence generates one token are recorded as CUDA graphs, by the number of sequences rounded up,
+//! when such a number comes for the first time, and replayed from then on.
+
+mod constants;
+mod forward;
+mod network;
+mod step;
+mod workspace;
+
+pub use workspace::StepLimits;
+
+use super::config::ModelConfig;
+use super::graph::Graph;
+use crate::engine::model::{
+    BLOCK_LEN, KvGeometry, LogitsBuffer, Model, ModelError, ModelInfo, SequenceStep, check_batch,
+};
+use crate::load::{CudaArena, LoadError, LoadedBundle};
+use forward::{Kernels, Pass};
+use network::{Builder, Network};
+use std::collections::BTreeMap;
+use step::{StepLayout, StepShape};
+use vt_bundle::Bundle;
+use vt_kernels::cuda::attention::DecodeWorkspace;
+use vt_kernels::cuda::kv_cache::{CudaKvCache, CudaKvType, KvScales};
+use vt_kernels::cuda::{CudaError, CudaGraph, CudaStream, DeviceMemory, Inbox, Outbox};
+use vt_kernels::kv_cache::KvShape;
+use workspace::WorkspaceLayout;
+
+/// Room for partial sums of products, as far as a plan made without a device can say.
+const GEMM_BYTES: u64 = 128 << 20;
+/// Bytes of logits that are copied to the host at once; the next piece arrives while one is read.
+const LOGITS_PIECE: usize = 8 << 20;
+
+/// Sizes and modes of a [`CudaModel`].
+#[derive(Clone, Copy, Debug)]
+pub struct CudaModelOptions {
+    /// Stored type of keys and values.
+    pub kv_type: CudaKvType,
+    /// Blocks of the key/value cache.
+    pub kv_blocks: usize,
+    /// The largest step, and the longest sequence.
+    pub limits: StepLimits,
+    /// A sequence's logits are the same bits whatever is computed beside it.
+    pub deterministic: bool,
+    /// Steps of generation are recorded and replayed.
+    pub graphs: bool,
+}
+
+/// Bytes of the workspace of a model, before there is a device: exact but for the room of products, for which it has a bound.
+/// `None` on overflow.
+///
+/// # Errors
+/// [`LoadError`] where the bundle does not hold what its architecture needs, or has no kernels.
+pub fn cuda_workspace_bytes(
+    config: &ModelConfig,
+    bundle: &Bundle,
+    limits: &StepLimits,
+) -> Result<Option<u64>, LoadError> {
+    let graph = Graph::resolve(config, bundle)?;
+    let (_, constants) = Builder::new(config, bundle, 0).build(&graph, None)?;
+    Ok(WorkspaceLayout::new(config, &graph, limits, constants.bytes(), GEMM_BYTES).map(|layout| layout.bytes))
+}
+
+/// A model that computes on a CUDA device, straight from the image of a loaded bundle.
+///
+/// It owns everything that it uses: weights, cache, workspace, kernels. Two of them share nothing.
+pub struct CudaModel {
+    /// First, so that it is dropped first: graphs name everything else.
+    graphs: BTreeMap<usize, CudaGraph>,
+    outbox: Outbox,
+    inboxes: [Inbox; 2],
+    kernels: Kernels,
+    cache: CudaKvCache,
+    workspace: DeviceMemory,
+    layout: WorkspaceLayout,
+    network: Network,
+    kv_scales: Vec<KvScales>,
+    decode: DecodeWorkspace,
+    stream: CudaStream,
+    config: ModelConfig,
+    options: CudaModelOptions,
+    info: ModelInfo,
+    loaded: LoadedBundle<CudaArena>,
+}
+
+impl std::fmt::Debug for CudaModel {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("CudaModel").field("bundle", &self.loaded.id()).field("info", &self.info).finish_non_exhaustive()
+    }
+}
+
+impl Drop for CudaModel {
+    fn drop(&mut self) {
+        // What runs still uses what is dropped next.
+        let _ = self.stream.synchronize();
+    }
+}
+
+fn failed(error: &CudaError) -> LoadError {
+    LoadError::Device { device: "cuda".to_owned(), reason: error.to_string() }
+}
+
+impl CudaModel {
+    /// Resolves the graph, allocates cache and workspace, and fills in the vectors; later steps allocate nothing.
+    ///
+    /// # Errors
+    /// [`LoadError::Graph`] where the bundle lacks something; [`LoadError::Device`] where the device fails or there are no
+    /// kernels for something in the model; [`LoadError::DoesNotFit`].
+    pub fn new(
+        loaded: LoadedBundle<CudaArena>,
+        config: ModelConfig,
+        options: &CudaModelOptions,
+    ) -> Result<Self, LoadError> {
+        let graph = Graph::resolve(&config, loaded.bundle())?;
+        let memory = loaded.arena().memory();
+        let (context, image) = (memory.context(), memory.address());
+        let divisors = match &graph.rope_divisors {
+            None => None,
+            Some(vector) => {
+                let mut bytes = vec![0; vector.len() * vector.dtype().bytes()];
+                memory.read(vector.offset(loaded.bundle()), &mut bytes).map_err(|e| failed(&e))?;
+                let mut values = vec![0.0; vector.len()];
+                vector.dtype().widen(&bytes, &mut values);
+                Some(values)
+            }
+        };
+        let (network, constants) = Builder::new(&config, loaded.bundle(), image).build(&graph, divisors)?;
+        let made = (|| {
+            let limits = options.limits;
+            let shape = KvShape {
+                layers: config.layers.len(),
+                kv_heads: config.num_kv_heads,
+                head_dim: config.head_dim,
+                blocks: options.kv_blocks,
+            };
+            let stream = CudaStream::new(context)?;
+            let cache = CudaKvCache::new(context, shape, options.kv_type)?;
+            let kernels = Kernels::new(context, &config, &cache)?;
+            let gemm =
+                network.matrices().map(|matrix| kernels.gemm.workspace_bytes(matrix, limits.tokens as u32)).max();
+            let overflow = CudaError::OutOfMemory { what: "workspace", bytes: u64::MAX };
+            let decode = DecodeWorkspace::new(limits.sequences, limits.context, config.num_heads, &shape);
+            let layout = WorkspaceLayout::new(&config, &graph, &limits, constants.bytes(), gemm.unwrap_or(0));
+            let (Some(decode), Some(layout)) = (decode, layout) else { return Err(overflow) };
+            let workspace = DeviceMemory::new(context, layout.bytes, "workspace")?;
+            // Zero is what kernels want of their counters, and a number for the rows that fill up a recorded batch.
+            workspace.clear(&stream)?;
+            stream.synchronize()?;
+            let bundle = (loaded.bundle(), image);
+            constants.fill(&kernels.elementwise, &stream, bundle, &workspace, layout.constants)?;
+            kernels.attention.clear(&stream, &decode, workspace.address() + layout.attention)?;
+            stream.synchronize()?;
+            let largest = StepLayout::largest(limits.tokens, limits.sequences, limits.table_stride());
+            let outbox = Outbox::new(context, usize::try_from(largest).unwrap_or(usize::MAX))?;
+            let piece = LOGITS_PIECE.max(4 * network.head.stride);
+            let inboxes = [Inbox::new(context, piece)?, Inbox::new(context, piece)?];
+            Ok((stream, cache, kernels, decode, layout, workspace, outbox, inboxes))
+        })();
+        let (stream, cache, kernels, decode, layout, workspace, outbox, inboxes) = made.map_err(|e| failed(&e))?;
+        let info = ModelInfo {
+            vocab_size: config.vocab_size,
+            context_length: options.limits.context,
+            kv: KvGeometry { num_blocks: options.kv_blocks, block_len: BLOCK_LEN },
+            max_batch_tokens: options.limits.tokens,
+            max_batch_sequences: options.limits.sequences,
+        };
+        let kv_scales = kv_scales(&loaded, config.layers.len());
+        let (graphs, options) = (BTreeMap::new(), *options);
+        Ok(Self {
+            graphs,
+            outbox,
+            inboxes,
+            kernels,
+            cache,
+            workspace,
+            layout,
+            network,
+            kv_scales,
+            decode,
+            stream,
+            config,
+            options,
+            info,
+            loaded,
+        })
+    }
+
+    /// The weights.
+    pub fn loaded(&self) -> &LoadedBundle<CudaArena> {
+        &self.loaded
+    }
+
+    fn table_stride(&self) -> usize {
+        self.options.limits.table_stride()
+    }
+
+    /// The launches of a step of that shape.
+    fn pass(&self, shape: StepShape) -> Pass<'_> {
+        Pass {
+            config: &self.config,
+            network: &self.network,
+            kernels: &self.kernels,
+            cache: &self.cache,
+            kv_scales: &self.kv_scales,
+            decode: &self.decode,
+            stream: &self.stream,
+            workspace: self.workspace.address(),
+            layout: &self.layout,
+            shape,
+            step: StepLayout::new(&shape, self.table_stride()),
+            deterministic: self.options.deterministic,
+        }
+    }
+
+    /// Writes the batch into the page-locked memory and starts its copy.
+    fn send(&mut self, batch: &[SequenceStep<'_>], shape: &StepShape) -> Result<(), CudaError> {
+        let layout = StepLayout::new(shape, self.table_stride());
+        step::fill(batch, self.options.deterministic, shape, &layout, self.outbox.bytes()?);
+        let to = self.workspace.address() + self.layout.step;
+        self.outbox.send(&self.stream, layout.bytes as usize, to)
+    }
+
+    /// Replays a generation of `sequences` sequences, padding included; records it where that number is new.
+    fn generate(&mut self, shape: StepShape) -> Result<(), CudaError> {
+        let pass = self.pass(shape);
+        let submit = || -> Result<(), CudaError> {
+            pass.layers()?;
+            pass.logits(0, shape.wanted)
+        };
+        if let Some(graph) = self.graphs.get(&shape.wanted) {
+            return graph.replay(&self.stream);
+        }
+        // The first time is submitted as it is, which also loads what kernels load when they first run.
+        submit()?;
+        let graph = CudaGraph::record(&self.stream, submit)?;
+        self.graphs.insert(shape.wanted, graph);
+        Ok(())
+    }
+
+    /// Copies `rows` rows of logits to `out`, `[rows, V]`.
+    fn read_logits(&mut self, rows: usize, out: &mut [f32]) -> Result<(), CudaError> {
+        let (stride, vocabulary) = (self.network.head.stride, self.config.vocab_size);
+        let logits = self.workspace.address() + self.layout.logits;
+        let at_once = (self.inboxes[0].capacity() / 4 / stride).max(1);
+        let piece = |index: usize| {
+            let first = index * at_once;
+            (first, at_once.min(rows - first))
+        };
+        let pieces = rows.div_ceil(at_once);
+        let mut outs = out.chunks_mut(at_once * vocabulary);
+        for index in 0..=pieces {
+            if index < pieces {
+                let (first, count) = piece(index);
+                let from = logits + (first * stride * 4) as u64;
+                self.inboxes[index % 2].receive(&self.stream, from, count * stride * 4)?;
+            }
+            if let Some(out) = index.checked_sub(1).and_then(|_| outs.next()) {
+                let bytes = self.inboxes[(index - 1) % 2].wait()?;
+                for (row, out) in bytes.chunks_exact(4 * stride).zip(out.chunks_exact_mut(vocabulary)) {
+                    for (value, out) in row.as_chunks::<4>().0.iter().zip(out) {
+                        *out = f32::from_le_bytes(*value);
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn compute(&mut self, batch: &[SequenceStep<'_>], logits: &mut LogitsBuffer) -> Result<(), CudaError> {
+        let shape = StepShape::of(batch, self.options.deterministic);
+        let vocabulary = self.config.vocab_size;
+        if self.options.graphs && shape.is_generation(batch.len()) {
+            let padded = shape.padded(padded_sequences(batch.len(), self.options.limits.sequences));
+            self.send(batch, &padded)?;
+            self.generate(padded)?;
+            return self.read_logits(shape.wanted, &mut logits.rows_mut()[..shape.wanted * vocabulary]);
+        }
+        self.send(batch, &shape)?;
+        self.pass(shape).layers()?;
+        for first in (0..shape.wanted).step_by(self.layout.logit_rows) {
+            let rows = self.layout.logit_rows.min(shape.wanted - first);
+            self.pass(shape).logits(first, rows)?;
+            self.read_logits(rows, &mut logits.rows_mut()[first * vocabulary..(first + rows) * vocabulary])?;
+        }
+        if shape.wanted == 0 {
+            // An error of the device belongs to this step, not to the next.
+            self.stream.synchronize()?;
+        }
+        Ok(())
+    }
+}
+
+/// Sequences of the recorded batch for `sequences` of them: 1, 2, 4, then multiples of 8, at most `limit`.
+fn padded_sequences(sequences: usize, limit: usize) -> usize {
+    let rounded = if sequences <= 4 { sequences.next_power_of_two() } else { sequences.next_multiple_of(8) };
+    rounded.min(limit)
+}
+
+/// Scales of keys and values that the checkpoint came with.
+fn kv_scales(loaded: &LoadedBundle<CudaArena>, layers: usize) -> Vec<KvScales> {
+    let mut scales = vec![KvScales::default(); layers];
+    for entry in loaded.manifest().kv_cache.iter().flat_map(|cache| &cache.layers) {
+        if let Some(scale) = usize::try_from(entry.layer).ok().and_then(|layer| scales.get_mut(layer)) {
+            scale.key = entry.k_scale.unwrap_or(1.0);
+            scale.value = entry.v_scale.unwrap_or(1.0);
+        }
+    }
+    scales
+}
+
+impl Model for CudaModel {
+    fn info(&self) -> &ModelInfo {
+        &self.info
+    }
+
+    fn forward(&mut self, batch: &[SequenceStep<'_>], logits: &mut LogitsBuffer) -> Result<(), ModelError> {
+        check_batch(&self.info, batch)?;
+        if batch.is_empty() {
+            return Ok(());
+        }
+        let computed = self.compute(batch, logits);
+        computed.map_err(|e| ModelError::Device { operation: "a step", reason: e.to_string() })?;
+        let vocabulary = self.config.vocab_size;
+        let mut rows = logits.rows_mut().chunks_exact(vocabulary);
+        for (index, step) in batch.iter().enumerate() {
+            let own = rows.by_ref().take(step.logits_rows());
+            if own.flatten().any(|v| !v.is_finite()) {
+                return Err(ModelError::NotFinite { index });
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn recorded_batches_are_few_and_hold_what_they_are_for() {
+        let sizes: Vec<usize> = (1..=33).map(|n| padded_sequences(n, 256)).collect();
+        assert_eq!(sizes[..9], [1, 2, 4, 4, 8, 8, 8, 8, 16]);
+        assert!(sizes.iter().enumerate().all(|(i, &size)| size > i));
+        assert_eq!(padded_sequences(9, 10), 10);
+    }
+}
