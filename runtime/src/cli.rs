@@ -149,6 +149,9 @@ pub struct DeviceArgs {
     /// 8-bit activations on the CPU, prompts take up to twice as long.
     #[arg(long, env = "VT_DETERMINISTIC")]
     pub deterministic: bool,
+    /// Submit every kernel of a step to the GPU instead of replaying recorded steps; slower, for diagnosis.
+    #[arg(long, env = "VT_ENFORCE_EAGER")]
+    pub enforce_eager: bool,
     /// Who checks the weights against the manifest before the first token; the device where it is a GPU, else the host.
     #[arg(long, value_enum, env = "VT_VERIFY")]
     pub verify: Option<VerifyArg>,
@@ -208,16 +211,18 @@ pub struct MemoryArgs {
     /// Longest sequence, prompt and output together, in tokens; the model's own limit, or what fits, where absent.
     #[arg(long, value_name = "TOKENS", env = "VT_MAX_MODEL_LEN", value_parser = clap::value_parser!(u32).range(1..))]
     pub max_model_len: Option<u32>,
-    /// Sequences that are computed at once.
-    #[arg(long, value_name = "N", env = "VT_MAX_NUM_SEQS", default_value_t = 16, value_parser = clap::value_parser!(u16).range(1..=4096))]
-    pub max_num_seqs: u16,
-    /// Tokens of one step; longer prompts are computed in pieces.
-    #[arg(long, value_name = "N", env = "VT_MAX_NUM_BATCHED_TOKENS", default_value_t = 512, value_parser = clap::value_parser!(u32).range(1..=65536))]
-    pub max_num_batched_tokens: u32,
-    /// Stored type of keys and values; auto is f32 with --activations f32, else f16.
+    /// Sequences that are computed at once; where absent, 16 on the CPU and 128 on a GPU.
+    #[arg(long, value_name = "N", env = "VT_MAX_NUM_SEQS", value_parser = clap::value_parser!(u16).range(1..=4096))]
+    pub max_num_seqs: Option<u16>,
+    /// Tokens of one step; longer prompts are computed in pieces. Where absent, 512 on the CPU and 2048 on a GPU.
+    #[arg(long, value_name = "N", env = "VT_MAX_NUM_BATCHED_TOKENS", value_parser = clap::value_parser!(u32).range(1..=65536))]
+    pub max_num_batched_tokens: Option<u32>,
+    /// Stored type of keys and values. On the CPU f32 or f16; auto is f32 with --activations f32, else f16. On a GPU bf16 or
+    /// fp8 (E4M3, with the scales that the checkpoint came with); auto is bf16.
     #[arg(long, value_enum, env = "VT_KV_CACHE_DTYPE", default_value = "auto")]
     pub kv_cache_dtype: KvCacheDtype,
-    /// Size of the key/value cache; where absent, enough for all sequences, at most 4 GiB and what is available.
+    /// Size of the key/value cache; where absent, on the CPU enough for all sequences, at most 4 GiB and what is available; on a
+    /// GPU what --gpu-memory-utilization leaves.
     #[arg(long, value_name = "BYTES", env = "VT_KV_CACHE_MEMORY_BYTES")]
     pub kv_cache_memory_bytes: Option<u64>,
     /// Share of a GPU's memory that may be used.
@@ -397,12 +402,16 @@ pub enum IoArg {
 /// Value of `--kv-cache-dtype`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum KvCacheDtype {
-    /// By the activations.
+    /// By the device and the activations.
     Auto,
-    /// Exact.
+    /// Exact; on the CPU.
     F32,
-    /// Half the memory.
+    /// Half the memory; on the CPU.
     F16,
+    /// As the model computes; on a GPU.
+    Bf16,
+    /// Half of that; on a GPU.
+    Fp8,
 }
 
 /// Value of `--stats`.

@@ -3,11 +3,14 @@
 use super::plan::block_bytes;
 use super::{LoadError, MemoryCategory, MemoryPlan, MemoryRequest};
 use crate::engine::model::BLOCK_LEN;
-use crate::model::{ModelConfig, workspace_bytes};
+use crate::model::ModelConfig;
 use crate::stats::human_bytes;
 
 /// What a CUDA context and its kernels hold before anything is allocated: 0.5 GiB measured on an H200 with driver 580.
 const CONTEXT_BYTES: u64 = 576 << 20;
+
+/// Times what all sequences can fill that the cache is at most, where its size is not given.
+const PREFIX_SHARE: usize = 4;
 
 /// A device as far as planning goes.
 #[derive(Clone, Debug, PartialEq)]
@@ -21,19 +24,20 @@ pub struct DeviceMemory {
 }
 
 impl MemoryPlan {
-    /// Plans a run on a device, from sizes alone: weights, then what is left for keys and values.
+    /// Plans a run on a device, from sizes alone: weights and a workspace of `workspace` bytes, then what is left for keys and
+    /// values.
     ///
     /// # Errors
     /// [`LoadError::DoesNotFit`] with the numbers and the flag to change.
     pub fn for_device(
         config: &ModelConfig,
         image_bytes: u64,
+        workspace: u64,
         request: &MemoryRequest,
         device: &DeviceMemory,
     ) -> Result<Self, LoadError> {
         let budget = (device.total as f64 * device.utilization.clamp(0.0, 1.0)) as u64;
-        let block = block_bytes(config, request.kv_type);
-        let workspace = workspace_bytes(config, request.max_batch_tokens, request.max_batch_tokens);
+        let block = block_bytes(config, request.kv_element_bytes);
         let fixed = image_bytes.saturating_add(workspace).saturating_add(CONTEXT_BYTES);
         let refuse = |needed: u64, advice: String| {
             let of = format!("{} of the {} of {}", human_bytes(budget), human_bytes(device.total), device.name);
@@ -73,7 +77,9 @@ impl MemoryPlan {
         }
         let blocks = match request.kv_cache_bytes {
             Some(_) => affordable,
-            None => per_sequence.saturating_mul(request.max_num_seqs).min(affordable),
+            // More than all sequences can fill serves the prefixes of later ones; the blocks of a small model that fit a
+            // large device would take longer to count than to use.
+            None => per_sequence.saturating_mul(request.max_num_seqs).saturating_mul(PREFIX_SHARE).min(affordable),
         };
         let category = |name, bytes| MemoryCategory { name, bytes, file_backed: false };
         let categories = vec![
@@ -102,9 +108,9 @@ mod tests {
     use super::*;
     use serde_json::json;
     use vt_bundle::manifest::Model;
-    use vt_kernels::kv_cache::KvType;
 
     const GIB: u64 = 1 << 30;
+    const WORKSPACE: u64 = 300 << 20;
 
     /// Llama 3.1 8B.
     fn config() -> ModelConfig {
@@ -122,7 +128,7 @@ mod tests {
             max_model_len: None,
             max_num_seqs: 16,
             max_batch_tokens: 512,
-            kv_type: KvType::F16,
+            kv_element_bytes: 2,
             kv_cache_bytes: None,
             available: None,
         }
@@ -145,7 +151,7 @@ mod tests {
 
     #[test]
     fn categories_add_up_and_stay_within_the_share() {
-        let plan = MemoryPlan::for_device(&config(), 5 * GIB, &request(), &device(80 * GIB)).unwrap();
+        let plan = MemoryPlan::for_device(&config(), 5 * GIB, WORKSPACE, &request(), &device(80 * GIB)).unwrap();
         assert_eq!(bytes(&plan, "weights"), 5 * GIB);
         assert_eq!(plan.total, plan.categories.iter().map(|c| c.bytes).sum::<u64>());
         assert_eq!(plan.available, Some((80.0 * 0.9 * GIB as f64) as u64));
@@ -158,18 +164,18 @@ mod tests {
     }
 
     #[test]
-    fn a_cache_of_short_sequences_is_no_larger_than_they_need() {
+    fn a_cache_of_short_sequences_is_bounded() {
         let request = MemoryRequest { max_model_len: Some(1000), max_num_seqs: 3, ..request() };
-        let plan = MemoryPlan::for_device(&config(), 5 * GIB, &request, &device(80 * GIB)).unwrap();
+        let plan = MemoryPlan::for_device(&config(), 5 * GIB, WORKSPACE, &request, &device(80 * GIB)).unwrap();
         assert_eq!(plan.max_model_len, 1000);
-        assert_eq!(plan.kv_blocks, 3 * 1000usize.div_ceil(BLOCK_LEN));
+        assert_eq!(plan.kv_blocks, PREFIX_SHARE * 3 * 1000usize.div_ceil(BLOCK_LEN));
     }
 
     #[test]
     fn the_cache_takes_what_weights_leave() {
         let sizes = [5 * GIB, 15 * GIB];
-        let [small, large] =
-            sizes.map(|image| MemoryPlan::for_device(&config(), image, &request(), &device(24 * GIB)).unwrap());
+        let [small, large] = sizes
+            .map(|image| MemoryPlan::for_device(&config(), image, WORKSPACE, &request(), &device(24 * GIB)).unwrap());
         let per_block = bytes(&small, "kv-cache") / small.kv_blocks as u64;
         let fewer = (small.kv_blocks - large.kv_blocks) as u64 * per_block;
         assert!(fewer.abs_diff(10 * GIB) <= per_block, "{fewer}");
@@ -180,29 +186,31 @@ mod tests {
     fn refusals_say_which_flag_to_change() {
         // The weights alone are too large for the share, but not for the device.
         let (needed, available, advice) =
-            refusal(MemoryPlan::for_device(&config(), 22 * GIB, &request(), &device(24 * GIB)));
+            refusal(MemoryPlan::for_device(&config(), 22 * GIB, WORKSPACE, &request(), &device(24 * GIB)));
         assert!(needed > 22 * GIB && available < 22 * GIB);
         assert!(advice.contains("--gpu-memory-utilization to 0.9"), "{advice}");
         // Not even the whole device is enough.
-        let (.., advice) = refusal(MemoryPlan::for_device(&config(), 30 * GIB, &request(), &device(24 * GIB)));
+        let (.., advice) =
+            refusal(MemoryPlan::for_device(&config(), 30 * GIB, WORKSPACE, &request(), &device(24 * GIB)));
         assert!(advice.contains("larger device"), "{advice}");
         // A cache that was asked for.
         let asked = MemoryRequest { kv_cache_bytes: Some(20 * GIB), ..request() };
-        let (.., advice) = refusal(MemoryPlan::for_device(&config(), 10 * GIB, &asked, &device(24 * GIB)));
+        let (.., advice) = refusal(MemoryPlan::for_device(&config(), 10 * GIB, WORKSPACE, &asked, &device(24 * GIB)));
         assert!(advice.contains("--kv-cache-memory-bytes"), "{advice}");
         // One sequence of the length that was asked for.
         let asked = MemoryRequest { max_model_len: Some(131_072), ..request() };
-        let (.., advice) = refusal(MemoryPlan::for_device(&config(), 15 * GIB, &asked, &device(24 * GIB)));
+        let (.., advice) = refusal(MemoryPlan::for_device(&config(), 15 * GIB, WORKSPACE, &asked, &device(24 * GIB)));
         assert!(advice.contains("--max-model-len"), "{advice}");
     }
 
     #[test]
     fn absurd_sizes_are_refused_without_overflow() {
         for image in [u64::MAX, u64::MAX - GIB] {
-            let (needed, ..) = refusal(MemoryPlan::for_device(&config(), image, &request(), &device(24 * GIB)));
+            let (needed, ..) =
+                refusal(MemoryPlan::for_device(&config(), image, WORKSPACE, &request(), &device(24 * GIB)));
             assert!(needed >= image);
         }
-        let (.., advice) = refusal(MemoryPlan::for_device(&config(), 0, &request(), &device(0)));
+        let (.., advice) = refusal(MemoryPlan::for_device(&config(), 0, WORKSPACE, &request(), &device(0)));
         assert!(!advice.is_empty());
     }
 }

@@ -5,7 +5,6 @@ use crate::engine::model::BLOCK_LEN;
 use crate::model::{ModelConfig, workspace_bytes};
 use crate::stats::human_bytes;
 use serde::Serialize;
-use vt_kernels::kv_cache::{KvShape, KvType};
 
 /// Largest key/value cache that is made without being asked for, as in vLLM's CPU backend.
 const DEFAULT_KV_BYTES: u64 = 4 << 30;
@@ -21,8 +20,8 @@ pub struct MemoryRequest {
     pub max_num_seqs: usize,
     /// Tokens of one step.
     pub max_batch_tokens: usize,
-    /// Stored type of keys and values.
-    pub kv_type: KvType,
+    /// Bytes of a stored element of a key or value.
+    pub kv_element_bytes: u64,
     /// Size of the key/value cache; enough for all sequences, or what fits, where `None`.
     pub kv_cache_bytes: Option<u64>,
     /// Bytes that may be used; see [`super::available_memory`].
@@ -73,7 +72,7 @@ impl MemoryPlan {
     /// [`LoadError::DoesNotFit`] where the cache that was asked for is too small for one sequence, or the whole does not
     /// fit, with the flag to change.
     pub fn for_cpu(config: &ModelConfig, image_bytes: u64, request: &MemoryRequest) -> Result<Self, LoadError> {
-        let block = block_bytes(config, request.kv_type);
+        let block = block_bytes(config, request.kv_element_bytes);
         let workspace = workspace_bytes(config, request.max_batch_tokens, request.max_batch_tokens);
         let fixed = workspace.saturating_add(PROCESS_BYTES);
         // Weights are file-backed, but a run that evicts them reads them from disk for every token.
@@ -163,8 +162,7 @@ impl MemoryPlan {
 }
 
 /// Bytes of one block of the cache, all layers together; at least 1.
-pub(super) fn block_bytes(config: &ModelConfig, kv_type: KvType) -> u64 {
-    let shape =
-        KvShape { layers: config.layers.len(), kv_heads: config.num_kv_heads, head_dim: config.head_dim, blocks: 1 };
-    shape.bytes(kv_type).map_or(u64::MAX, |b| (b as u64).max(1))
+pub(super) fn block_bytes(config: &ModelConfig, element_bytes: u64) -> u64 {
+    let sizes = [config.layers.len(), config.num_kv_heads, config.head_dim, 2 * BLOCK_LEN].map(|n| n as u64);
+    sizes.iter().fold(element_bytes, |product, size| product.saturating_mul(*size)).max(1)
 }

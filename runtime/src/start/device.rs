@@ -1,20 +1,25 @@
 //! Planning and loading for a CUDA device.
 
 use super::{Failure, print, report, to_json};
-use crate::cli::{Cli, KvCacheDtype, StatsForm, VerifyArg};
+use crate::cli::{Cli, DeviceName, KvCacheDtype, StatsForm, VerifyArg};
 use crate::load::upload::{Share, load_shard};
 use crate::load::{
     CudaAccelerator, DeviceMemory, LoadError, LoadReport, LoadedBundle, MemoryPlan, MemoryRequest, Uploading, Verify,
 };
-use crate::model::{Graph, ModelConfig};
+use crate::model::{CudaModel, CudaModelOptions, Graph, ModelConfig, StepLimits, cuda_workspace_bytes};
 use crate::stats::{ProcessMemory, Startup, StartupReport, human_bytes};
 use serde::Serialize;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::channel;
 use vt_bundle::{Bundle, BundleError};
 use vt_kernels::cuda;
-use vt_kernels::kv_cache::KvType;
+use vt_kernels::cuda::kv_cache::CudaKvType;
 
+/// Sequences at once where nothing is said.
+const DEFAULT_SEQUENCES: usize = 128;
+/// Tokens of a step where nothing is said: products of that many rows run at the tensor cores' rate, and others wait some
+/// tens of milliseconds for a part of a long prompt.
+const DEFAULT_STEP_TOKENS: usize = 2048;
 /// Bytes of a load between two looks at the process's memory.
 const SAMPLE_BYTES: u64 = 256 << 20;
 
@@ -57,11 +62,7 @@ pub(super) fn run(cli: &Cli, index: u32, mut startup: Startup) -> Result<(), Fai
     let before = accelerator.context().memory().map_err(|e| failed(index, &e))?;
     let idle = ProcessMemory::now();
     let uploading = Uploading { accelerator, options: cli.upload.options() };
-    let verify = match cli.device.verify {
-        None | Some(VerifyArg::Device) => Verify::Device,
-        Some(VerifyArg::Host) => Verify::Host,
-        Some(VerifyArg::Off) => Verify::Off,
-    };
+    let verify = verify(cli);
     let done = AtomicU64::new(0);
     let progress = |bytes| {
         let sum = done.fetch_add(bytes, Ordering::Relaxed);
@@ -201,19 +202,112 @@ fn plan(
     total: u64,
     startup: &mut Startup,
 ) -> Result<MemoryPlan, Failure> {
+    let limits = limits(cli, config);
     let request = MemoryRequest {
         max_model_len: cli.memory.max_model_len.map(|len| len as usize),
-        max_num_seqs: usize::from(cli.memory.max_num_seqs),
-        max_batch_tokens: cli.memory.max_num_batched_tokens as usize,
-        kv_type: match cli.memory.kv_cache_dtype {
-            KvCacheDtype::F32 => KvType::F32,
-            KvCacheDtype::F16 | KvCacheDtype::Auto => KvType::F16,
-        },
+        max_num_seqs: limits.sequences,
+        max_batch_tokens: limits.tokens,
+        kv_element_bytes: kv_type(cli)?.bytes(),
         kv_cache_bytes: cli.memory.kv_cache_memory_bytes,
         available: None,
     };
     let (name, utilization) = (format!("cuda:{index}"), cli.memory.gpu_memory_utilization);
     let device = DeviceMemory { name, total, utilization };
     let image_bytes = bundle.manifest().image.size;
-    Ok(startup.phase("plan", |_| MemoryPlan::for_device(config, image_bytes, &request, &device))?)
+    let plan = startup.phase("plan", |_| {
+        let workspace = cuda_workspace_bytes(config, bundle, &limits)?.unwrap_or(u64::MAX);
+        MemoryPlan::for_device(config, image_bytes, workspace, &request, &device)
+    });
+    Ok(plan?)
+}
+
+/// The largest step, and the longest sequence that may be asked for.
+fn limits(cli: &Cli, config: &ModelConfig) -> StepLimits {
+    let asked = cli.memory.max_model_len.map_or(usize::MAX, |len| len as usize);
+    let sequences = cli.memory.max_num_seqs.map_or(DEFAULT_SEQUENCES, usize::from);
+    let tokens = cli.memory.max_num_batched_tokens.map_or(DEFAULT_STEP_TOKENS, |tokens| tokens as usize);
+    StepLimits { tokens, sequences, context: asked.min(config.max_positions) }
+}
+
+fn kv_type(cli: &Cli) -> Result<CudaKvType, Failure> {
+    match cli.memory.kv_cache_dtype {
+        KvCacheDtype::Auto | KvCacheDtype::Bf16 => Ok(CudaKvType::Bf16),
+        KvCacheDtype::Fp8 => Ok(CudaKvType::E4m3),
+        KvCacheDtype::F32 | KvCacheDtype::F16 => {
+            Err(Failure::new(2, anyhow::anyhow!("--kv-cache-dtype f32 and f16 are the CPU's; a GPU takes bf16 or fp8")))
+        }
+    }
+}
+
+/// The GPU to compute on: the one that was asked for, or, where nothing was, the first if there is one and this build has
+/// kernels. `Err` says why there is none.
+pub(super) fn chosen(cli: &Cli) -> Result<u32, String> {
+    match cli.device.device {
+        DeviceName::Cuda(index) => Ok(index),
+        DeviceName::Cpu => Err("as --device says".to_owned()),
+        DeviceName::Auto if !cuda::built() => Err(cuda::CudaError::NotBuilt.to_string()),
+        DeviceName::Auto => match cuda::device_count() {
+            Ok(0) => Err("there is no GPU that this process may use".to_owned()),
+            Ok(_) => Ok(0),
+            Err(error) => Err(error.to_string()),
+        },
+    }
+}
+
+/// A bundle that is going to run on a GPU, and how.
+pub(super) struct OpenedDevice {
+    pub bundle: Bundle,
+    pub config: ModelConfig,
+    pub plan: MemoryPlan,
+    uploading: Uploading<CudaAccelerator>,
+    options: CudaModelOptions,
+    verify: Verify,
+}
+
+impl OpenedDevice {
+    /// Opens the bundle, plans, and makes a context.
+    pub(super) fn open(cli: &Cli, index: u32, startup: &mut Startup) -> Result<Self, Failure> {
+        let (bundle, config, plan, accelerator) = open_device(cli, index, startup)?;
+        let limits = StepLimits { context: plan.max_model_len, ..limits(cli, &config) };
+        let options = CudaModelOptions {
+            kv_type: kv_type(cli)?,
+            kv_blocks: plan.kv_blocks,
+            limits,
+            deterministic: cli.device.deterministic,
+            graphs: !cli.device.enforce_eager,
+        };
+        let uploading = Uploading { accelerator, options: cli.upload.options() };
+        Ok(Self { bundle, config, plan, uploading, options, verify: verify(cli) })
+    }
+
+    /// Uploads, checks, and builds the model. `progress` is called with bytes that have arrived.
+    pub(super) fn into_model(
+        self,
+        startup: &mut Startup,
+        progress: &(dyn Fn(u64) + Sync),
+    ) -> Result<CudaModel, Failure> {
+        let Self { bundle, config, uploading, options, verify, .. } = self;
+        let done = AtomicU64::new(0);
+        let sampled = |bytes| {
+            let sum = done.fetch_add(bytes, Ordering::Relaxed);
+            if sum / SAMPLE_BYTES != (sum + bytes) / SAMPLE_BYTES {
+                startup.sample();
+            }
+            progress(bytes);
+        };
+        let loaded = LoadedBundle::load(bundle, &uploading, verify, &sampled)?;
+        startup.record(&loaded.report().phases);
+        for note in &loaded.report().notes {
+            tracing::warn!("{note}");
+        }
+        Ok(startup.phase("model", |_| CudaModel::new(loaded, config, &options))?)
+    }
+}
+
+fn verify(cli: &Cli) -> Verify {
+    match cli.device.verify {
+        None | Some(VerifyArg::Device) => Verify::Device,
+        Some(VerifyArg::Host) => Verify::Host,
+        Some(VerifyArg::Off) => Verify::Off,
+    }
 }

@@ -1,12 +1,13 @@
 //! Open, plan, load: the stages of a start.
 
 use super::Failure;
-use crate::cli::{ActivationsArg, Cli, DeviceName, KvCacheDtype, VerifyArg};
-use crate::engine::model::Model;
+use super::device::{self, OpenedDevice};
+use crate::cli::{ActivationsArg, Cli, KvCacheDtype, VerifyArg};
+use crate::engine::model::{Model, ModelInfo};
 use crate::engine::{EngineConfig, EngineHandle, SchedulerLimits};
-use crate::load::{CpuDevice, LoadError, LoadedBundle, MemoryPlan, MemoryRequest, Verify, available_memory};
+use crate::load::{Assets, CpuDevice, LoadError, LoadedBundle, MemoryPlan, MemoryRequest, Verify, available_memory};
 use crate::metrics::Metrics;
-use crate::model::{CpuModel, CpuModelOptions, Graph, ModelConfig};
+use crate::model::{CpuModel, CpuModelOptions, CudaModel, Graph, ModelConfig};
 use crate::server::ModelCard;
 use crate::stats::Startup;
 use crate::text::{BundleText, TextAssets};
@@ -15,14 +16,23 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use vt_bundle::mmap::ContiguousMap;
 use vt_bundle::{Bundle, BundleError};
 use vt_kernels::Activations;
-use vt_kernels::cuda::{self, CudaError};
 use vt_kernels::kv_cache::KvType;
 
+/// Sequences at once on the CPU where nothing is said.
+const DEFAULT_SEQUENCES: usize = 16;
+/// Tokens of a step on the CPU where nothing is said.
+const DEFAULT_STEP_TOKENS: usize = 512;
 /// Bytes of a load between two looks at the process's memory.
 const SAMPLE_BYTES: u64 = 64 << 20;
 
 /// A bundle that has been opened, understood and planned, and of which no weight has been read.
-pub(super) struct Opened {
+pub(super) enum Opened {
+    Cpu(Box<OpenedCpu>),
+    Cuda(Box<OpenedDevice>),
+}
+
+/// One that is going to run on the CPU.
+pub(super) struct OpenedCpu {
     bundle: Bundle,
     config: ModelConfig,
     plan: MemoryPlan,
@@ -33,21 +43,95 @@ pub(super) struct Opened {
 
 /// A model that is ready to compute.
 pub(super) struct Ready {
-    pub model: CpuModel<ContiguousMap>,
+    pub model: LoadedModel,
     pub limits: SchedulerLimits,
+}
+
+/// A model on either device, and what was loaded with it.
+pub(super) enum LoadedModel {
+    Cpu(Box<CpuModel<ContiguousMap>>),
+    Cuda(Box<CudaModel>),
+}
+
+impl LoadedModel {
+    fn as_model(&self) -> &dyn Model {
+        match self {
+            Self::Cpu(model) => model.as_ref(),
+            Self::Cuda(model) => model.as_ref(),
+        }
+    }
+
+    pub(super) fn info(&self) -> &ModelInfo {
+        self.as_model().info()
+    }
+
+    pub(super) fn into_model(self) -> Box<dyn Model> {
+        match self {
+            Self::Cpu(model) => model,
+            Self::Cuda(model) => model,
+        }
+    }
+
+    fn bundle(&self) -> &Bundle {
+        match self {
+            Self::Cpu(model) => model.loaded().bundle(),
+            Self::Cuda(model) => model.loaded().bundle(),
+        }
+    }
+
+    fn assets(&self) -> &Assets {
+        match self {
+            Self::Cpu(model) => model.loaded().assets(),
+            Self::Cuda(model) => model.loaded().assets(),
+        }
+    }
 }
 
 impl Opened {
     pub(super) fn open(cli: &Cli, startup: &mut Startup) -> Result<Self, Failure> {
-        if let DeviceName::Cuda(index) = cli.device.device {
-            let reason = match cuda::built() {
-                true => {
-                    "this version has no CUDA operators yet, only --plan and --load-only; use --device cpu".to_owned()
-                }
-                false => CudaError::NotBuilt.to_string(),
-            };
-            return Err(LoadError::Device { device: format!("cuda:{index}"), reason }.into());
+        let reason = match device::chosen(cli) {
+            Ok(index) => return Ok(Self::Cuda(Box::new(OpenedDevice::open(cli, index, startup)?))),
+            Err(reason) => reason,
+        };
+        tracing::info!("computing on the CPU: {reason}");
+        Ok(Self::Cpu(Box::new(OpenedCpu::open(cli, startup)?)))
+    }
+
+    pub(super) fn plan(&self) -> &MemoryPlan {
+        match self {
+            Self::Cpu(opened) => &opened.plan,
+            Self::Cuda(opened) => &opened.plan,
         }
+    }
+
+    /// Bytes of the device image.
+    pub(super) fn image_bytes(&self) -> u64 {
+        let bundle = match self {
+            Self::Cpu(opened) => &opened.bundle,
+            Self::Cuda(opened) => &opened.bundle,
+        };
+        bundle.manifest().image.size
+    }
+
+    /// Loads, checks, and builds the model. `progress` is called with bytes that have been checked.
+    pub(super) fn into_model(self, startup: &mut Startup, progress: &(dyn Fn(u64) + Sync)) -> Result<Ready, Failure> {
+        let model = match self {
+            Self::Cpu(opened) => LoadedModel::Cpu(Box::new(opened.into_model(startup, progress)?)),
+            Self::Cuda(opened) => LoadedModel::Cuda(Box::new(opened.into_model(startup, progress)?)),
+        };
+        let info = model.info();
+        let limits = SchedulerLimits {
+            sequences: info.max_batch_sequences,
+            batch_tokens: info.max_batch_tokens,
+            token_limit: info.vocab_size,
+            prefix_cache: true,
+        };
+        Ok(Ready { model, limits })
+    }
+}
+
+impl OpenedCpu {
+    pub(super) fn open(cli: &Cli, startup: &mut Startup) -> Result<Self, Failure> {
         if cli.device.tp_size > 1 {
             let reason = "--tp-size above 1 needs --device cuda and --load-only".to_owned();
             return Err(LoadError::Device { device: "cpu".to_owned(), reason }.into());
@@ -69,23 +153,20 @@ impl Opened {
         let kv_type = match (cli.memory.kv_cache_dtype, activations) {
             (KvCacheDtype::F32, _) | (KvCacheDtype::Auto, Activations::F32) => KvType::F32,
             (KvCacheDtype::F16, _) | (KvCacheDtype::Auto, Activations::Int8) => KvType::F16,
+            (KvCacheDtype::Bf16 | KvCacheDtype::Fp8, _) => {
+                let error = anyhow::anyhow!("--kv-cache-dtype bf16 and fp8 are a GPU's; the CPU takes f32 or f16");
+                return Err(Failure::new(2, error));
+            }
         };
-        let max_batch_tokens = cli.memory.max_num_batched_tokens as usize;
+        let max_batch_tokens = cli.memory.max_num_batched_tokens.map_or(DEFAULT_STEP_TOKENS, |tokens| tokens as usize);
         let request = MemoryRequest {
             max_model_len: cli.memory.max_model_len.map(|len| len as usize),
-            max_num_seqs: usize::from(cli.memory.max_num_seqs),
+            max_num_seqs: cli.memory.max_num_seqs.map_or(DEFAULT_SEQUENCES, usize::from),
             max_batch_tokens,
-            kv_type,
+            kv_element_bytes: if kv_type == KvType::F32 { 4 } else { 2 },
             kv_cache_bytes: cli.memory.kv_cache_memory_bytes,
             available: available_memory(),
         };
-        if cli.device.device == DeviceName::Auto {
-            let why = match cuda::driver_version() {
-                Ok(_) => "there is an NVIDIA driver, but this version has no CUDA operators yet".to_owned(),
-                Err(error) => error.to_string(),
-            };
-            tracing::info!("computing on the CPU: {why}");
-        }
         let image_bytes = bundle.manifest().image.size;
         let plan = startup.phase("plan", |_| MemoryPlan::for_cpu(&config, image_bytes, &request))?;
         let options = CpuModelOptions {
@@ -109,11 +190,6 @@ impl Opened {
         &self.plan
     }
 
-    /// Bytes of the device image.
-    pub(super) fn image_bytes(&self) -> u64 {
-        self.bundle.manifest().image.size
-    }
-
     /// Loads and checks, finds every tensor's place, and lets go.
     pub(super) fn load_only(self, startup: &mut Startup) -> Result<(), Failure> {
         let config = self.config.clone();
@@ -122,19 +198,14 @@ impl Opened {
         Ok(())
     }
 
-    /// Loads, checks, and builds the model. `progress` is called with bytes that have been checked.
-    pub(super) fn into_model(self, startup: &mut Startup, progress: &(dyn Fn(u64) + Sync)) -> Result<Ready, Failure> {
+    fn into_model(
+        self,
+        startup: &mut Startup,
+        progress: &(dyn Fn(u64) + Sync),
+    ) -> Result<CpuModel<ContiguousMap>, Failure> {
         let (config, options) = (self.config.clone(), self.options);
         let loaded = self.load(startup, progress)?;
-        let model = startup.phase("model", |_| CpuModel::new(loaded, config, &options))?;
-        let info = model.info();
-        let limits = SchedulerLimits {
-            sequences: info.max_batch_sequences,
-            batch_tokens: info.max_batch_tokens,
-            token_limit: info.vocab_size,
-            prefix_cache: true,
-        };
-        Ok(Ready { model, limits })
+        Ok(startup.phase("model", |_| CpuModel::new(loaded, config, &options))?)
     }
 
     fn load(
@@ -164,8 +235,7 @@ impl Opened {
 impl Ready {
     /// Tokenizer and template; `None` where the bundle has no tokenizer and none is needed.
     pub(super) fn text(&self, cli: &Cli, needed: bool) -> Result<Option<BundleText>, Failure> {
-        let loaded = self.model.loaded();
-        let assets = loaded.assets();
+        let assets = self.model.assets();
         let Some(tokenizer) = &assets.tokenizer else {
             if needed {
                 let bundle = cli.bundle.display().to_string();
@@ -173,7 +243,7 @@ impl Ready {
             }
             return Ok(None);
         };
-        let config = loaded.manifest().model.config.to_string();
+        let config = self.model.bundle().manifest().model.config.to_string();
         let text = BundleText::from_assets(&TextAssets {
             tokenizer,
             tokenizer_config: assets.tokenizer_config.as_deref(),
@@ -203,19 +273,19 @@ impl Ready {
         }
         limits.prefix_cache = !cli.server.no_enable_prefix_caching;
         let config = EngineConfig { limits, max_queue: cli.server.max_queue, max_sequence_tokens: None };
-        EngineHandle::spawn(Box::new(self.model), config, metrics)
+        EngineHandle::spawn(self.model.into_model(), config, metrics)
             .map_err(|source| LoadError::System { what: "the engine's thread", source }.into())
     }
 
     /// What the server says of the model.
     pub(super) fn card(&self, cli: &Cli) -> ModelCard {
-        let manifest = self.model.loaded().manifest();
+        let manifest = self.model.bundle().manifest();
         let folder = std::fs::canonicalize(&cli.bundle).unwrap_or_else(|_| cli.bundle.clone());
         let name = folder.file_name().map(|name| name.to_string_lossy().into_owned());
         let most = manifest.quantization.decodes.iter().max_by_key(|d| d.bytes);
         ModelCard {
             name: name.unwrap_or_else(|| "model".to_owned()),
-            bundle_id: self.model.loaded().id().to_owned(),
+            bundle_id: self.model.bundle().id().to_owned(),
             architecture: manifest.model.architecture.clone(),
             layout: most.map(|d| d.decode.clone()).unwrap_or_default(),
             format: manifest.format_version.to_string(),

@@ -3,7 +3,7 @@
 use super::Failure;
 use super::load::Ready;
 use crate::cli::LogitsRows;
-use crate::engine::model::{LogitsBuffer, LogitsWanted, Model, SequenceStep};
+use crate::engine::model::{LogitsBuffer, LogitsWanted, SequenceStep};
 use anyhow::Context;
 use std::fs::File;
 use std::io::{BufWriter, Write};
@@ -13,8 +13,9 @@ use std::path::Path;
 const STEP_TOKENS: usize = 64;
 
 /// Writes little-endian f32, `[positions, vocabulary]`.
-pub(super) fn write(mut ready: Ready, ids: &[u32], rows: LogitsRows, path: &Path) -> Result<(), Failure> {
-    let info = ready.model.info().clone();
+pub(super) fn write(ready: Ready, ids: &[u32], rows: LogitsRows, path: &Path) -> Result<(), Failure> {
+    let mut model = ready.model.into_model();
+    let info = model.info().clone();
     let fault = |e: std::io::Error| Failure::new(6, anyhow::Error::new(e).context(path.display().to_string()));
     let blocks: Vec<u32> = (0..info.kv.blocks_for(ids.len()) as u32).collect();
     let mut file = BufWriter::new(File::create(path).map_err(fault)?);
@@ -29,7 +30,7 @@ pub(super) fn write(mut ready: Ready, ids: &[u32], rows: LogitsRows, path: &Path
         };
         let step = SequenceStep { tokens, start_pos, block_table: &blocks, logits: wanted };
         logits.reset(step.logits_rows());
-        let computed = ready.model.forward(&[step], &mut logits).context("the prompt cannot be computed");
+        let computed = model.forward(&[step], &mut logits).context("the prompt cannot be computed");
         computed.map_err(|error| Failure { code: 3, error })?;
         for value in logits.rows_mut() {
             file.write_all(&value.to_le_bytes()).map_err(fault)?;

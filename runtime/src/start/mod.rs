@@ -9,10 +9,10 @@ mod logits;
 mod prompt;
 mod serve;
 
-use crate::cli::{Cli, DeviceName, StatsForm};
+use crate::cli::{Cli, StatsForm};
 use crate::load::LoadError;
 use crate::stats::{Startup, StartupReport};
-use load::Opened;
+use load::{Opened, OpenedCpu};
 use std::io::{self, Write};
 
 pub use bench::bench_load;
@@ -52,10 +52,10 @@ impl From<LoadError> for Failure {
 /// [`Failure`] with the exit code. A reader that has closed standard output is not one: it has seen enough.
 pub fn run(cli: &Cli, mut startup: Startup) -> Result<(), Failure> {
     if cli.plan || cli.load_only {
-        if let DeviceName::Cuda(index) = cli.device.device {
+        if let Ok(index) = device::chosen(cli) {
             return device::run(cli, index, startup);
         }
-        let opened = Opened::open(cli, &mut startup)?;
+        let opened = OpenedCpu::open(cli, &mut startup)?;
         if cli.plan {
             let plan = opened.plan();
             return print(&if cli.json { to_json(plan)? } else { plan.table() });

@@ -3,7 +3,6 @@
 use super::load::Ready;
 use super::{Failure, print, to_json};
 use crate::cli::{Cli, PromptArgs};
-use crate::engine::model::Model;
 use crate::engine::{Event, Finish, GenerationRequest, SamplingParams};
 use crate::metrics::Metrics;
 use crate::text::chat_template::ChatInput;

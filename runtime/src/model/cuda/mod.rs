@@ -146,8 +146,9 @@ impl CudaModel {
             let stream = CudaStream::new(context)?;
             let cache = CudaKvCache::new(context, shape, options.kv_type)?;
             let kernels = Kernels::new(context, &config, &cache)?;
-            let gemm =
-                network.matrices().map(|matrix| kernels.gemm.workspace_bytes(matrix, limits.tokens as u32)).max();
+            // A token has a row for each of its experts.
+            let rows = limits.tokens * config.moe.as_ref().map_or(1, |moe| moe.top_k);
+            let gemm = network.matrices().map(|matrix| kernels.gemm.workspace_bytes(matrix, rows as u32)).max();
             let overflow = CudaError::OutOfMemory { what: "workspace", bytes: u64::MAX };
             let decode = DecodeWorkspace::new(limits.sequences, limits.context, config.num_heads, &shape);
             let layout = WorkspaceLayout::new(&config, &graph, &limits, constants.bytes(), gemm.unwrap_or(0));
