@@ -1,0 +1,265 @@
+//! The forward pass on CUDA against the CPU's, over every bundle in the folder that `VT_TEST_BUNDLES` names, on a device
+//! (`VT_TEST_CUDA=1`).
+//!
+//! The CPU computes with f32 activations, CUDA with bf16 ones where they enter a product, so that logits differ by the
+//! rounding of some 2^-9 at each. Where the two largest logits are further apart than that changes, both choose the same.
+
+#![allow(clippy::unwrap_used)]
+
+use std::path::{Path, PathBuf};
+use vt_bundle::Bundle;
+use vt_bundle::mmap::ContiguousMap;
+use vt_kernels::Activations;
+use vt_kernels::cuda::kv_cache::CudaKvType;
+use vt_kernels::kv_cache::KvType;
+use vt_run::engine::model::{BLOCK_LEN, LogitsBuffer, LogitsWanted, Model, SequenceStep};
+use vt_run::load::upload::UploadOptions;
+use vt_run::load::{CpuDevice, CudaAccelerator, CudaArena, LoadedBundle, Uploading, Verify};
+use vt_run::model::{CpuModel, CpuModelOptions, CudaModel, CudaModelOptions, ModelConfig, StepLimits};
+
+/// Largest difference of a logit from the CPU's, as a share of the largest logit of the model's answers.
+const LOGIT_SHARE: f32 = 0.03;
+/// Largest KL divergence at a position, in nats.
+const KL_LIMIT: f64 = 0.01;
+/// The same with keys and values in FP8, which keeps three bits of their mantissa.
+const KL_LIMIT_FP8: f64 = 0.1;
+/// Sequences of the largest batch.
+const SEQUENCES: usize = 32;
+/// Tokens of the prompt that is followed, and of what is generated after it.
+const PROMPT: usize = 37;
+const GENERATED: usize = 24;
+/// Blocks of the cache for each sequence.
+const BLOCKS: usize = (PROMPT + GENERATED).div_ceil(BLOCK_LEN) + 1;
+
+fn bundles() -> Vec<PathBuf> {
+    if std::env::var_os("VT_TEST_CUDA").is_none_or(|v| v != "1") {
+        eprintln!("SKIPPED: VT_TEST_CUDA=1 runs this on a device");
+        return Vec::new();
+    }
+    let folder = std::env::var_os("VT_TEST_BUNDLES").expect("VT_TEST_BUNDLES names a folder of bundles");
+    let entries = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
+    let mut found: Vec<_> = entries.filter(|path| path.join("manifest.json").is_file()).collect();
+    found.sort();
+    assert!(!found.is_empty(), "VT_TEST_BUNDLES has no bundles");
+    found
+}
+
+fn config(bundle: &Bundle) -> ModelConfig {
+    ModelConfig::from_manifest(&bundle.manifest().model).unwrap()
+}
+
+fn cpu(path: &Path) -> CpuModel<ContiguousMap> {
+    let bundle = Bundle::open(path).unwrap();
+    let config = config(&bundle);
+    let loaded = LoadedBundle::load(bundle, &CpuDevice::new(2), Verify::Host, &|_| ()).unwrap();
+    let options = CpuModelOptions {
+        threads: 4,
+        activations: Activations::F32,
+        deterministic: false,
+        kv_type: KvType::F32,
+        kv_blocks: BLOCKS,
+        context_length: BLOCKS * BLOCK_LEN,
+        max_batch_tokens: PROMPT + GENERATED,
+        max_batch_sequences: 1,
+    };
+    CpuModel::new(loaded, config, &options).unwrap()
+}
+
+fn cuda(path: &Path, kv_type: CudaKvType, deterministic: bool, graphs: bool) -> CudaModel {
+    let bundle = Bundle::open(path).unwrap();
+    let config = config(&bundle);
+    let uploading = Uploading { accelerator: CudaAccelerator::new(0).unwrap(), options: UploadOptions::default() };
+    let loaded: LoadedBundle<CudaArena> = LoadedBundle::load(bundle, &uploading, Verify::Device, &|_| ()).unwrap();
+    let limits = StepLimits { tokens: 600, sequences: SEQUENCES, context: BLOCKS * BLOCK_LEN };
+    let options = CudaModelOptions { kv_type, kv_blocks: SEQUENCES * BLOCKS, limits, deterministic, graphs };
+    CudaModel::new(loaded, config, &options).unwrap()
+}
+
+/// Token ids that a vocabulary surely has, different for every `seed`.
+fn ids(seed: usize, len: usize, vocabulary: usize) -> Vec<u32> {
+    (0..len).map(|i| ((i * i * 31 + i * 17 + seed * 101 + 5) % vocabulary) as u32).collect()
+}
+
+/// Sequences and their blocks, which are spread over the cache.
+struct Sequences {
+    ids: Vec<Vec<u32>>,
+    blocks: Vec<Vec<u32>>,
+    logits: LogitsBuffer,
+}
+
+impl Sequences {
+    fn new(ids: Vec<Vec<u32>>, places: usize, vocabulary: usize) -> Self {
+        let blocks = (0..ids.len()).map(|s| (0..BLOCKS).map(|b| (b * places + s) as u32).collect()).collect();
+        Self { ids, blocks, logits: LogitsBuffer::new(vocabulary) }
+    }
+
+    /// One step over the tokens `start .. start + count` of each sequence named; rows of logits of the first one.
+    fn step(&mut self, model: &mut dyn Model, parts: &[(usize, usize, usize)], all: bool) -> Vec<Vec<f32>> {
+        let wanted = if all { LogitsWanted::All } else { LogitsWanted::Last };
+        let batch: Vec<SequenceStep<'_>> = parts
+            .iter()
+            .map(|&(s, start_pos, count)| SequenceStep {
+                tokens: &self.ids[s][start_pos..start_pos + count],
+                start_pos,
+                block_table: &self.blocks[s],
+                logits: wanted,
+            })
+            .collect();
+        self.logits.reset(batch.iter().map(SequenceStep::logits_rows).sum());
+        model.forward(&batch, &mut self.logits).unwrap();
+        let own = batch[0].logits_rows();
+        (0..own).map(|row| self.logits.row(row).to_vec()).collect()
+    }
+}
+
+fn log_softmax(row: &[f32]) -> Vec<f64> {
+    let max = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    let sum: f64 = row.iter().map(|&v| f64::from(v - max).exp()).sum();
+    row.iter().map(|&v| f64::from(v - max) - sum.ln()).collect()
+}
+
+fn kl(expected: &[f32], found: &[f32]) -> f64 {
+    let (p, q) = (log_softmax(expected), log_softmax(found));
+    p.iter().zip(&q).map(|(p, q)| p.exp() * (p - q)).sum()
+}
+
+fn largest(rows: &[Vec<f32>]) -> f32 {
+    rows.iter().flatten().fold(0.0, |max, v| max.max(v.abs()))
+}
+
+fn difference(a: &[Vec<f32>], b: &[Vec<f32>]) -> f32 {
+    assert_eq!(a.len(), b.len());
+    a.iter().flatten().zip(b.iter().flatten()).fold(0.0, |max, (a, b)| max.max((a - b).abs()))
+}
+
+/// The most likely token, and by how much.
+fn choice(row: &[f32]) -> (u32, f32) {
+    let mut order: Vec<(usize, f32)> = row.iter().copied().enumerate().collect();
+    order.sort_by(|a, b| b.1.total_cmp(&a.1).then(a.0.cmp(&b.0)));
+    (order[0].0 as u32, order[0].1 - order[1].1)
+}
+
+/// Logits of the CPU for a prompt and what it generates greedily after it.
+fn reference(path: &Path) -> (Vec<u32>, Vec<Vec<f32>>) {
+    let mut model = cpu(path);
+    let vocabulary = model.info().vocab_size;
+    let mut sequences = Sequences::new(vec![ids(0, PROMPT, vocabulary)], 1, vocabulary);
+    let mut rows = sequences.step(&mut model, &[(0, 0, PROMPT)], true);
+    for position in PROMPT..PROMPT + GENERATED {
+        let (token, _) = choice(&rows[position - 1]);
+        sequences.ids[0].push(token);
+        rows.extend(sequences.step(&mut model, &[(0, position, 1)], true));
+    }
+    (sequences.ids.remove(0), rows)
+}
+
+/// Every position of `text` on CUDA, the prompt in pieces of the given lengths and the rest token by token.
+fn follow(model: &mut CudaModel, text: &[u32], pieces: &[usize]) -> Vec<Vec<f32>> {
+    let vocabulary = model.info().vocab_size;
+    let mut sequences = Sequences::new(vec![text.to_vec()], SEQUENCES, vocabulary);
+    let (mut rows, mut start) = (Vec::new(), 0);
+    for &count in pieces {
+        rows.extend(sequences.step(model, &[(0, start, count)], true));
+        start += count;
+    }
+    for position in start..text.len() {
+        rows.extend(sequences.step(model, &[(0, position, 1)], true));
+    }
+    rows
+}
+
+/// The same among 31 others of other lengths, whose prompts are computed in the same steps.
+fn follow_among_others(model: &mut CudaModel, text: &[u32]) -> Vec<Vec<f32>> {
+    let vocabulary = model.info().vocab_size;
+    let mut all = vec![text.to_vec()];
+    all.extend((1..SEQUENCES).map(|s| ids(s, text.len(), vocabulary)));
+    let mut sequences = Sequences::new(all, SEQUENCES, vocabulary);
+    let first: Vec<_> = (0..SEQUENCES).map(|s| (s, 0, if s == 0 { PROMPT } else { 1 + s % 17 })).collect();
+    let mut rows = sequences.step(model, &first, true);
+    for i in 0..text.len() - PROMPT {
+        let step: Vec<_> = first.iter().map(|&(s, _, count)| (s, count + i, 1)).collect();
+        rows.extend(sequences.step(model, &step, true));
+    }
+    rows
+}
+
+struct Compared {
+    text: Vec<u32>,
+    expected: Vec<Vec<f32>>,
+    /// Largest difference from the CPU that was found.
+    worst: f32,
+}
+
+impl Compared {
+    fn check(&mut self, what: &str, found: &[Vec<f32>], kl_limit: f64) {
+        let difference = difference(&self.expected, found);
+        let divergence = self.expected.iter().zip(found).map(|(e, f)| kl(e, f)).fold(0.0, f64::max);
+        let largest = largest(&self.expected);
+        eprintln!("{what}: largest difference {difference:.4} of logits up to {largest:.2}, KL up to {divergence:.6}");
+        assert!(divergence <= kl_limit, "{what}: KL {divergence}");
+        if kl_limit == KL_LIMIT {
+            assert!(difference <= LOGIT_SHARE * largest, "{what}: a logit differs by {difference}");
+        }
+        for (position, (expected, found)) in self.expected.iter().zip(found).enumerate() {
+            let (token, margin) = choice(expected);
+            assert!(
+                choice(found).0 == token || margin <= 2.0 * difference,
+                "{what}: position {position} chooses {}, the CPU {token} by {margin}",
+                choice(found).0
+            );
+        }
+        self.worst = self.worst.max(difference);
+    }
+}
+
+fn check(path: &Path) {
+    let name = path.file_name().unwrap().to_string_lossy().into_owned();
+    let (text, expected) = reference(path);
+    let mut compared = Compared { text, expected, worst: 0.0 };
+    let text = compared.text.clone();
+
+    let mut model = cuda(path, CudaKvType::Bf16, false, true);
+    let whole = follow(&mut model, &text, &[PROMPT]);
+    compared.check(&format!("{name} whole prompt, recorded generation"), &whole, KL_LIMIT);
+    let again = follow(&mut model, &text, &[PROMPT]);
+    assert_eq!(difference(&whole, &again), 0.0, "{name}: a replay gives the same bits");
+    let pieces = follow(&mut model, &text, &[1, 16, 3, PROMPT - 20]);
+    compared.check(&format!("{name} prompt in pieces"), &pieces, KL_LIMIT);
+    let among = follow_among_others(&mut model, &text);
+    compared.check(&format!("{name} among others"), &among, KL_LIMIT);
+    drop(model);
+
+    let mut eager = cuda(path, CudaKvType::Bf16, false, false);
+    let found = follow(&mut eager, &text, &[PROMPT]);
+    assert_eq!(difference(&whole, &found), 0.0, "{name}: what is recorded is what is submitted");
+    drop(eager);
+
+    let mut deterministic = cuda(path, CudaKvType::Bf16, true, true);
+    let alone = follow(&mut deterministic, &text, &[PROMPT]);
+    compared.check(&format!("{name} deterministic"), &alone, KL_LIMIT);
+    let bits = |rows: &[Vec<f32>]| rows.iter().flatten().map(|v| v.to_bits()).collect::<Vec<_>>();
+    for (what, rows) in [
+        ("among 31 others", follow_among_others(&mut deterministic, &text)),
+        ("prompt in pieces", follow(&mut deterministic, &text, &[1, 16, 3, PROMPT - 20])),
+        ("all of it as a prompt", follow(&mut deterministic, &text, &[text.len()])),
+    ] {
+        assert!(bits(&alone) == bits(&rows), "{name} deterministic, {what}: differs by {}", difference(&alone, &rows));
+    }
+    drop(deterministic);
+
+    let mut narrow = cuda(path, CudaKvType::E4m3, false, true);
+    let found = follow(&mut narrow, &text, &[PROMPT]);
+    compared.check(&format!("{name} FP8 keys and values"), &found, KL_LIMIT_FP8);
+}
+
+#[test]
+fn logits_are_the_cpus() {
+    let mut failed = Vec::new();
+    for path in bundles() {
+        let path_name = path.display().to_string();
+        if std::panic::catch_unwind(|| check(&path)).is_err() {
+            failed.push(path_name);
+        }
+    }
+    assert!(failed.is_empty(), "{} bundles: {failed:#?}", failed.len());
+}
