@@ -254,9 +254,8 @@ fn cache_writes(bench: &Bench) -> Outcome {
             tokens,
             slots: slots.address(),
         };
-        let seconds = bench.time(64, |i| {
-            writer.write(&bench.stream, &filled.cache, i % filled.layers, KvScales::default(), &rows)
-        })?;
+        let seconds = bench
+            .time(64, |i| writer.write(&bench.stream, &filled.cache, i % filled.layers, KvScales::default(), &rows))?;
         report(&name, seconds, None);
     }
     Ok(())
@@ -270,8 +269,7 @@ fn experts(bench: &Bench) -> Outcome {
         let logits = bench.floats(tokens * experts, 1.0)?;
         let size = RoutingTables::bytes(tokens, experts, top_k).ok_or("the tables' size overflows")?;
         let room = bench.room(size)?;
-        let tables =
-            RoutingTables::at(room.address(), tokens, experts, top_k).ok_or("the tables' size overflows")?;
+        let tables = RoutingTables::at(room.address(), tokens, experts, top_k).ok_or("the tables' size overflows")?;
         let x = bench.halves(tokens * width)?;
         let rows = bench.room((tokens * top_k * width * 2) as u64)?;
         let out = bench.room((tokens * width * 4) as u64)?;

@@ -17,6 +17,21 @@ pub trait Constraint: Send + Debug {
     /// [`ConstraintError`] where the grammar's own limits are exceeded.
     fn mask(&mut self, logits: &mut [f32]) -> Result<(), ConstraintError>;
 
+    /// The same as bits: clears bit `i % 32` of word `i / 32` for every such token `i`. `row` is room for a row of logits.
+    ///
+    /// # Errors
+    /// As [`Constraint::mask`].
+    fn mask_bits(&mut self, row: &mut Vec<f32>, bits: &mut [u32]) -> Result<(), ConstraintError> {
+        row.clear();
+        row.resize(32 * bits.len(), 0.0);
+        self.mask(row)?;
+        for (word, row) in bits.iter_mut().zip(row.chunks_exact(32)) {
+            let allowed = row.iter().rev().fold(0, |bits, logit| bits << 1 | u32::from(*logit != f32::NEG_INFINITY));
+            *word &= allowed;
+        }
+        Ok(())
+    }
+
     /// Advances by a token that was chosen.
     ///
     /// # Errors

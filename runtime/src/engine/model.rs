@@ -8,6 +8,7 @@
 //! sequence which blocks are its own. Position `p` of a sequence lives in block
 //! `block_table[p / block_len]`, slot `p % block_len`.
 
+use super::sampling::SamplingParams;
 use thiserror::Error;
 
 /// Positions in one block of the key/value cache.
@@ -141,6 +142,43 @@ impl LogitsBuffer {
     }
 }
 
+/// How the token after a sequence is chosen, for models that choose where the logits are.
+#[derive(Debug, Clone, Copy)]
+pub struct RowChoice<'a> {
+    /// Temperature, filters, penalties, log-probabilities.
+    pub params: &'a SamplingParams,
+    /// Start of the sequence's random numbers.
+    pub seed: u64,
+    /// Tokens of the output so far.
+    pub position: u64,
+    /// Tokens whose logits a bias or a penalty changes, each once.
+    pub changes: &'a [LogitChange],
+    /// Bit `i` of word `i / 32` allows token `i`; all are allowed where there is none.
+    pub mask: Option<&'a [u32]>,
+}
+
+/// A token whose logit differs from the model's.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct LogitChange {
+    /// The token.
+    pub token: u32,
+    /// Added to its logit.
+    pub bias: f32,
+    /// How often it is in the output.
+    pub output_count: u32,
+    /// Whether it is in the prompt, where the repetition penalty asks for that.
+    pub in_prompt: bool,
+}
+
+/// What was chosen for a sequence.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Chosen {
+    /// The token; `None` where the logits have no meaning or exclude everything.
+    pub token: Option<u32>,
+    /// Where log-probabilities were asked for: the token's and the most likely alternatives, from the raw logits.
+    pub logprobs: Option<(f32, Vec<(u32, f32)>)>,
+}
+
 /// Why a step could not be computed.
 #[derive(Debug, Error)]
 #[non_exhaustive]
@@ -191,6 +229,28 @@ pub trait Model: Send {
     /// [`ModelError::InvalidStep`] where the batch breaks the contract, before anything is written;
     /// [`ModelError::Device`] where the device failed.
     fn forward(&mut self, batch: &[SequenceStep<'_>], logits: &mut LogitsBuffer) -> Result<(), ModelError>;
+
+    /// Whether [`Model::forward_and_choose`] takes these choices. A model on the host never does: its logits are where
+    /// they are sampled.
+    fn can_choose(&self, _choices: &[RowChoice<'_>]) -> bool {
+        false
+    }
+
+    /// As [`Model::forward`], but the logits stay where they are, and only what was chosen from them comes back: one entry of
+    /// `chosen` for each of the `choices`, which are those of the sequences that want their last logits, in order. Tokens
+    /// from `token_limit` on are never chosen. A row without meaning is an entry without a token.
+    ///
+    /// # Errors
+    /// As [`Model::forward`]; [`ModelError::Device`] where the model cannot choose.
+    fn forward_and_choose(
+        &mut self,
+        _batch: &[SequenceStep<'_>],
+        _choices: &[RowChoice<'_>],
+        _token_limit: usize,
+        _chosen: &mut Vec<Chosen>,
+    ) -> Result<(), ModelError> {
+        Err(ModelError::Device { operation: "sampling", reason: "this model does not choose tokens".to_owned() })
+    }
 }
 
 /// Checks a batch against the contract of [`SequenceStep`], for implementations of [`Model`].

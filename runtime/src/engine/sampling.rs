@@ -3,6 +3,7 @@
 //! Order of operations, as in vLLM: raw log-probabilities are taken first, then the grammar, the bias and
 //! the penalties change the logits, then the temperature, min-p, top-k and top-p narrow the choice.
 
+use super::model::LogitChange;
 use super::random::uniform;
 use std::cmp::Ordering;
 use std::collections::{HashMap, HashSet};
@@ -107,6 +108,35 @@ impl Sampler {
         self.params.presence_penalty != 0.0
             || self.params.frequency_penalty != 0.0
             || self.params.repetition_penalty != 1.0
+    }
+
+    /// How the next token is chosen, but for what changes the logits.
+    pub fn params(&self) -> (&SamplingParams, u64) {
+        (&self.params, self.seed)
+    }
+
+    /// Appends what [`Sampler::adjust`] changes, each token once, in order; tokens of `excluded` lose all likelihood.
+    pub fn changes(&self, excluded: &[u32], out: &mut Vec<LogitChange>) {
+        let first = out.len();
+        let change = |token, bias, output_count, in_prompt| LogitChange { token, bias, output_count, in_prompt };
+        out.extend(self.params.logit_bias.iter().map(|&(token, bias)| change(token, bias, 0, false)));
+        out.extend(excluded.iter().map(|&token| change(token, f32::NEG_INFINITY, 0, false)));
+        out.extend(self.output_counts.iter().map(|(&token, &count)| change(token, 0.0, count, false)));
+        out.extend(self.prompt_tokens.iter().map(|&token| change(token, 0.0, 0, true)));
+        out[first..].sort_by_key(|change| change.token);
+        let mut last = first;
+        for i in first + 1..out.len() {
+            if out[i].token == out[last].token {
+                let other = out[i];
+                out[last].bias += other.bias;
+                out[last].output_count += other.output_count;
+                out[last].in_prompt |= other.in_prompt;
+            } else {
+                last += 1;
+                out[last] = out[i];
+            }
+        }
+        out.truncate((last + 1).min(out.len()));
     }
 
     /// Applies bias and penalties to `logits`, `[V]`, in place.
@@ -369,6 +399,34 @@ mod tests {
         sampler.adjust(&mut logits);
         // Token 1 is in the prompt: doubled. Token 2: 4 / 2 - 2 * 0.25 - 0.5.
         assert_eq!(logits, [1.0, -2.0, 1.0, -100.0]);
+    }
+
+    #[test]
+    fn changes_are_one_a_token() {
+        let params = SamplingParams {
+            frequency_penalty: 0.25,
+            repetition_penalty: 2.0,
+            logit_bias: vec![(3, -1.0), (2, 0.5), (3, 4.0)],
+            ..SamplingParams::default()
+        };
+        let mut sampler = sampler(params);
+        sampler.accept(2);
+        sampler.accept(2);
+        let before = LogitChange { token: 9, bias: 1.0, output_count: 0, in_prompt: false };
+        let mut changes = vec![before];
+        sampler.changes(&[7, 2], &mut changes);
+        let change = |token, bias, output_count, in_prompt| LogitChange { token, bias, output_count, in_prompt };
+        let expected = [
+            before,
+            change(1, 0.0, 0, true),
+            change(2, f32::NEG_INFINITY, 2, false),
+            change(3, 3.0, 0, false),
+            change(7, f32::NEG_INFINITY, 0, false),
+        ];
+        assert_eq!(changes, expected);
+        let mut none = Vec::new();
+        Sampler::new(SamplingParams::default(), 1, &[4]).changes(&[], &mut none);
+        assert!(none.is_empty());
     }
 
     #[test]

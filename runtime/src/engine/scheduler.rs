@@ -9,9 +9,12 @@
 //! is lost or said twice.
 
 use super::blocks::BlockPool;
-use super::model::{BLOCK_LEN, LogitsBuffer, LogitsWanted, Model, ModelError, SequenceStep};
+use super::constraint::ConstraintError;
+use super::model::{
+    BLOCK_LEN, Chosen, LogitChange, LogitsBuffer, LogitsWanted, Model, ModelError, RowChoice, SequenceStep,
+};
 use super::request::{Event, FinishReason};
-use super::sampling::{SamplingScratch, logprobs_of};
+use super::sampling::{SamplingScratch, TokenLogprobs, logprobs_of};
 use super::sequence::Sequence;
 use crate::metrics::Metrics;
 use std::collections::VecDeque;
@@ -55,6 +58,8 @@ pub(super) struct Scheduler {
     running: Vec<Sequence>,
     next_order: u64,
     logits: LogitsBuffer,
+    /// What the model chose in the present step.
+    chosen: Vec<Chosen>,
     /// One row of logits before bias and penalties.
     raw: Vec<f32>,
     scratch: SamplingScratch,
@@ -75,6 +80,7 @@ impl Scheduler {
         Self {
             pool: BlockPool::new(info.kv.num_blocks),
             logits: LogitsBuffer::new(info.vocab_size),
+            chosen: Vec::new(),
             model,
             limits,
             waiting: VecDeque::new(),
@@ -139,8 +145,7 @@ impl Scheduler {
             self.update_gauges();
             return Ok(());
         }
-        let rows: usize = plan.iter().map(|part| self.rows_of(*part)).sum();
-        self.logits.reset(rows);
+        let choices = self.prepare_choices(&plan);
         let batch: Vec<SequenceStep<'_>> = plan
             .iter()
             .map(|part| {
@@ -154,7 +159,17 @@ impl Scheduler {
                 }
             })
             .collect();
-        let outcome = self.model.forward(&batch, &mut self.logits);
+        let outcome = match &choices {
+            None => {
+                self.logits.reset(batch.iter().map(SequenceStep::logits_rows).sum());
+                self.model.forward(&batch, &mut self.logits)
+            }
+            Some(prepared) => {
+                let choices = prepared.rows(&self.running);
+                let limit = self.limits.token_limit;
+                self.model.forward_and_choose(&batch, &choices, limit, &mut self.chosen)
+            }
+        };
         drop(batch);
         match outcome {
             Ok(()) => {}
@@ -173,7 +188,7 @@ impl Scheduler {
         let mut row = 0;
         for part in &plan {
             let rows = self.rows_of(*part);
-            self.advance(*part, row, now);
+            self.advance(*part, row, choices.is_some(), now);
             row += rows;
         }
         self.remove_ended();
@@ -350,8 +365,8 @@ impl Scheduler {
         }
     }
 
-    /// Takes in the results of a part of the step, whose logits start at `row`.
-    fn advance(&mut self, part: Planned, row: usize, now: Instant) {
+    /// Takes in the results of a part of the step, whose logits start at `row`, or whose choice is at `row`.
+    fn advance(&mut self, part: Planned, row: usize, was_chosen: bool, now: Instant) {
         let rows = self.rows_of(part);
         let start = self.running[part.index].computed;
         if self.running[part.index].prompt_logprobs_wanted.is_some() {
@@ -379,7 +394,14 @@ impl Scheduler {
                 return;
             }
         }
-        self.sample(part.index, row + rows - 1, now);
+        if self.running[part.index].finished {
+            return;
+        }
+        let choice = if was_chosen { self.take_chosen(row) } else { self.sample(part.index, row + rows - 1) };
+        match choice {
+            Ok((token, logprobs)) => self.accept(part.index, token, logprobs, now),
+            Err(reason) => self.running[part.index].fail(reason),
+        }
     }
 
     /// Log-probabilities of the prompt tokens that follow the computed positions.
@@ -404,12 +426,39 @@ impl Scheduler {
         }
     }
 
-    /// Chooses the next token of a sequence from a row of logits.
-    fn sample(&mut self, index: usize, row: usize, now: Instant) {
-        let sequence = &mut self.running[index];
-        if sequence.finished {
-            return;
+    /// What [`Model::forward_and_choose`] needs of the sequences of a step; `None` where the logits have to come here:
+    /// the model does not choose, or a prompt's log-probabilities are wanted.
+    fn prepare_choices(&mut self, plan: &[Planned]) -> Option<PreparedChoices> {
+        // Asked with nothing first: what follows takes its time for grammars.
+        if !self.model.can_choose(&[]) {
+            return None;
         }
+        let mut prepared = PreparedChoices::default();
+        for part in plan {
+            match wanted(&self.running[part.index], part.count) {
+                LogitsWanted::None => {}
+                LogitsWanted::All => return None,
+                LogitsWanted::Last => {
+                    let words = self.limits.token_limit.div_ceil(32);
+                    prepared.add(part.index, &mut self.running[part.index], words, &mut self.raw).ok()?;
+                }
+            }
+        }
+        let can = self.model.can_choose(&prepared.rows(&self.running));
+        can.then_some(prepared)
+    }
+
+    /// The choice at `row` of those that the model made.
+    fn take_chosen(&mut self, row: usize) -> Result<(u32, Option<TokenLogprobs>), String> {
+        let chosen = self.chosen.get_mut(row).ok_or_else(not_finite)?;
+        let id = chosen.token.ok_or_else(not_finite)?;
+        let logprobs = chosen.logprobs.take().map(|(logprob, top)| TokenLogprobs { id, logprob, top });
+        Ok((id, logprobs))
+    }
+
+    /// Chooses the next token of a sequence from a row of logits.
+    fn sample(&mut self, index: usize, row: usize) -> Result<(u32, Option<TokenLogprobs>), String> {
+        let sequence = &mut self.running[index];
         let logits = self.logits.row_mut(row);
         exclude_from(logits, self.limits.token_limit);
         let logprobs = sequence.sampler.logprobs();
@@ -418,32 +467,23 @@ impl Scheduler {
             self.raw.extend_from_slice(logits);
         }
         sequence.sampler.adjust(logits);
-        if sequence.generated() < sequence.min_tokens {
-            for &stop in &sequence.stop_token_ids {
-                if let Some(logit) = logits.get_mut(stop as usize) {
-                    *logit = f32::NEG_INFINITY;
-                }
+        for &stop in sequence.excluded() {
+            if let Some(logit) = logits.get_mut(stop as usize) {
+                *logit = f32::NEG_INFINITY;
             }
         }
-        if let Some(constraint) = &mut sequence.constraint
-            && let Err(error) = constraint.mask(logits)
-        {
-            sequence.fail(error.to_string());
-            return;
+        if let Some(constraint) = &mut sequence.constraint {
+            constraint.mask(logits).map_err(|error| error.to_string())?;
         }
         let position = sequence.generated() as u64;
-        let Ok(token) = sequence.sampler.choose(logits, position, &mut self.scratch) else {
-            sequence.fail(not_finite());
-            return;
-        };
-        let logprobs = match logprobs.map(|top| logprobs_of(&self.raw, token, top, &mut self.scratch)) {
-            None => None,
-            Some(Ok(logprobs)) => Some(logprobs),
-            Some(Err(_)) => {
-                sequence.fail(not_finite());
-                return;
-            }
-        };
+        let choice = sequence.sampler.choose(logits, position, &mut self.scratch);
+        let token = choice.map_err(|_| not_finite())?;
+        let logprobs = logprobs.map(|top| logprobs_of(&self.raw, token, top, &mut self.scratch));
+        Ok((token, logprobs.transpose().map_err(|_| not_finite())?))
+    }
+
+    /// Takes in a token that was chosen.
+    fn accept(&mut self, index: usize, token: u32, logprobs: Option<TokenLogprobs>, now: Instant) {
         self.record_token(index, now);
         let sequence = &mut self.running[index];
         if sequence.stop_token_ids.binary_search(&token).is_ok() {
@@ -499,6 +539,61 @@ impl Scheduler {
         let used = self.pool.len() - self.pool.free();
         let share = used as f64 / self.pool.len().max(1) as f64;
         self.metrics.kv_cache_usage_perc.set(share);
+    }
+}
+
+/// Choices of a step, before they are put together as the model takes them.
+#[derive(Default)]
+struct PreparedChoices {
+    rows: Vec<PreparedRow>,
+    changes: Vec<LogitChange>,
+    masks: Vec<u32>,
+}
+
+struct PreparedRow {
+    /// Index in `running`.
+    sequence: usize,
+    /// Into [`PreparedChoices::changes`].
+    changes: std::ops::Range<usize>,
+    /// Into [`PreparedChoices::masks`]; empty where everything is allowed.
+    mask: std::ops::Range<usize>,
+}
+
+impl PreparedChoices {
+    /// Adds a sequence at `index`, whose mask, where it has a grammar, has `words` words. `row` is room for a row of logits.
+    fn add(
+        &mut self,
+        index: usize,
+        sequence: &mut Sequence,
+        words: usize,
+        row: &mut Vec<f32>,
+    ) -> Result<(), ConstraintError> {
+        let first = self.changes.len();
+        sequence.sampler.changes(sequence.excluded(), &mut self.changes);
+        let first_word = self.masks.len();
+        if let Some(constraint) = &mut sequence.constraint {
+            self.masks.resize(first_word + words, u32::MAX);
+            constraint.mask_bits(row, &mut self.masks[first_word..])?;
+        }
+        let (changes, mask) = (first..self.changes.len(), first_word..self.masks.len());
+        self.rows.push(PreparedRow { sequence: index, changes, mask });
+        Ok(())
+    }
+
+    /// The rows as the model takes them.
+    fn rows<'a>(&'a self, running: &'a [Sequence]) -> Vec<RowChoice<'a>> {
+        let choice = |row: &PreparedRow| {
+            let sequence = &running[row.sequence];
+            let (params, seed) = sequence.sampler.params();
+            RowChoice {
+                params,
+                seed,
+                position: sequence.generated() as u64,
+                changes: &self.changes[row.changes.clone()],
+                mask: Some(&self.masks[row.mask.clone()]).filter(|mask| !mask.is_empty()),
+            }
+        };
+        self.rows.iter().map(choice).collect()
     }
 }
 

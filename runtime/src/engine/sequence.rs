@@ -88,6 +88,11 @@ impl Sequence {
         }
     }
 
+    /// Tokens that may not come next: those that would end a text that is too short.
+    pub fn excluded(&self) -> &[u32] {
+        if self.generated() < self.min_tokens { &self.stop_token_ids } else { &[] }
+    }
+
     /// Tokens of the output so far.
     pub fn generated(&self) -> usize {
         self.tokens.len() - self.prompt_len

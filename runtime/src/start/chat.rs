@@ -25,7 +25,7 @@ const HELP: &str = "/reset forgets the conversation, /system TEXT forgets it and
 /// [`Failure`] with the exit code.
 pub fn chat(args: &Chat, mut startup: Startup) -> Result<(), Failure> {
     let mut memory = args.memory.clone();
-    memory.max_num_seqs = 1;
+    memory.max_num_seqs = Some(1);
     let cli = Cli::for_bundle(args.bundle.clone(), args.device.clone(), memory);
     let mut cli = cli.map_err(|e| Failure::new(2, e))?;
     cli.server.chat_template.clone_from(&args.chat_template);

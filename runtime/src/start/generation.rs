@@ -59,7 +59,8 @@ fn remote(args: &Bench, url: &str) -> Result<Report, Failure> {
 fn local(args: &Bench, mut startup: Startup) -> Result<Report, Failure> {
     let bundle = args.bundle.clone().ok_or_else(|| Failure::new(2, anyhow!("--bundle or --url is needed")))?;
     let mut memory = args.memory.clone();
-    memory.max_num_seqs = memory.max_num_seqs.max(args.concurrency.iter().copied().max().unwrap_or(1));
+    let most = args.concurrency.iter().copied().max().unwrap_or(1);
+    memory.max_num_seqs = Some(memory.max_num_seqs.map_or(most, |given| given.max(most)));
     let name = bundle.display().to_string();
     let cli = Cli::for_bundle(bundle, args.device.clone(), memory).map_err(|e| Failure::new(2, e))?;
     let ready = Opened::open(&cli, &mut startup)?.into_model(&mut startup, &|_| ())?;

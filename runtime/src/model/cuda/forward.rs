@@ -18,6 +18,7 @@ use vt_kernels::cuda::gemm::{DeviceMatrix, EmbeddingKernels, ExpertGroups, Gemm,
 use vt_kernels::cuda::kv_cache::{CudaKvCache, KvRows, KvScales, KvWriter};
 use vt_kernels::cuda::moe::{ExpertRows, MoeKernels, Routing, RoutingTables};
 use vt_kernels::cuda::norm::{HeadRows, NormKernels};
+use vt_kernels::cuda::sampling::{Sampling, SamplingRequest};
 use vt_kernels::cuda::{CudaContext, CudaError, CudaStream};
 
 /// The kernels of a forward pass.
@@ -29,6 +30,7 @@ pub(super) struct Kernels {
     pub gemm: Gemm,
     pub attention: Attention,
     pub kv: KvWriter,
+    pub sampling: Sampling,
     /// Where the model has experts.
     pub moe: Option<MoeKernels>,
 }
@@ -46,6 +48,7 @@ impl Kernels {
             gemm: Gemm::new(context)?,
             attention: Attention::new(context, config.num_heads, cache)?,
             kv: KvWriter::new(context)?,
+            sampling: Sampling::new(context)?,
             moe: config.moe.as_ref().map(|_| MoeKernels::new(context)).transpose()?,
         })
     }
@@ -151,6 +154,24 @@ impl Pass<'_> {
             Some(cap) => self.kernels.elementwise.soft_cap(self.stream, logits, rows, head.stride, head.stride, cap),
             None => Ok(()),
         }
+    }
+
+    /// Chooses a token below `token_limit` from every row of logits.
+    pub(super) fn choose(&self, token_limit: usize) -> Result<(), CudaError> {
+        self.kernels.sampling.sample(
+            self.stream,
+            &SamplingRequest {
+                logits: self.at(self.layout.logits),
+                stride: self.network.head.stride,
+                vocabulary: token_limit,
+                rows: self.shape.wanted,
+                parameters: self.sent(self.step.choices),
+                results: self.at(self.layout.chosen),
+                host_results: None,
+                tokens: 0,
+                workspace: self.at(self.layout.sampling),
+            },
+        )
     }
 
     /// Norms of the residual stream into `normed`.

@@ -1,7 +1,7 @@
 //! The forward pass on a CUDA device.
 //!
 //! - [`constants`]: vectors as f32; [`network`]: the graph with addresses instead of names;
-//! - [`step`]: what a step sends; [`workspace`]: where every buffer lies;
+//! - [`step`], [`choose`]: what a step sends; [`workspace`]: where every buffer lies;
 //! - [`forward`]: the launches of a pass.
 //!
 //! Weights stay where the load has put them: matrices are addresses in the arena. Everything else is three allocations, made
@@ -11,6 +11,7 @@
 //! Steps in which every sequence generates one token are recorded as CUDA graphs, by the number of sequences rounded up,
 //! when such a number comes for the first time, and replayed from then on.
 
+mod choose;
 mod constants;
 mod forward;
 mod network;
@@ -22,7 +23,7 @@ pub use workspace::StepLimits;
 use super::config::ModelConfig;
 use super::graph::Graph;
 use crate::engine::model::{
-    BLOCK_LEN, KvGeometry, LogitsBuffer, Model, ModelError, ModelInfo, SequenceStep, check_batch,
+    BLOCK_LEN, Chosen, KvGeometry, LogitsBuffer, Model, ModelError, ModelInfo, RowChoice, SequenceStep, check_batch,
 };
 use crate::load::{CudaArena, LoadError, LoadedBundle};
 use forward::{Kernels, Pass};
@@ -32,9 +33,10 @@ use step::{StepLayout, StepShape};
 use vt_bundle::Bundle;
 use vt_kernels::cuda::attention::DecodeWorkspace;
 use vt_kernels::cuda::kv_cache::{CudaKvCache, CudaKvType, KvScales};
+use vt_kernels::cuda::sampling::SamplingResult;
 use vt_kernels::cuda::{CudaError, CudaGraph, CudaStream, DeviceMemory, Inbox, Outbox};
 use vt_kernels::kv_cache::KvShape;
-use workspace::WorkspaceLayout;
+use workspace::{WorkspaceLayout, step_bytes};
 
 /// Room for partial sums of products, as far as a plan made without a device can say.
 const GEMM_BYTES: u64 = 128 << 20;
@@ -76,7 +78,7 @@ pub fn cuda_workspace_bytes(
 /// It owns everything that it uses: weights, cache, workspace, kernels. Two of them share nothing.
 pub struct CudaModel {
     /// First, so that it is dropped first: graphs name everything else.
-    graphs: BTreeMap<usize, CudaGraph>,
+    graphs: BTreeMap<(usize, Option<usize>), CudaGraph>,
     outbox: Outbox,
     inboxes: [Inbox; 2],
     kernels: Kernels,
@@ -161,9 +163,8 @@ impl CudaModel {
             constants.fill(&kernels.elementwise, &stream, bundle, &workspace, layout.constants)?;
             kernels.attention.clear(&stream, &decode, workspace.address() + layout.attention)?;
             stream.synchronize()?;
-            let largest = StepLayout::largest(limits.tokens, limits.sequences, limits.table_stride());
-            let outbox = Outbox::new(context, usize::try_from(largest).unwrap_or(usize::MAX))?;
-            let piece = LOGITS_PIECE.max(4 * network.head.stride);
+            let outbox = Outbox::new(context, usize::try_from(step_bytes(&limits)).unwrap_or(usize::MAX))?;
+            let piece = LOGITS_PIECE.max(4 * network.head.stride).max(limits.sequences * SamplingResult::BYTES);
             let inboxes = [Inbox::new(context, piece)?, Inbox::new(context, piece)?];
             Ok((stream, cache, kernels, decode, layout, workspace, outbox, inboxes))
         })();
@@ -223,28 +224,77 @@ impl CudaModel {
         }
     }
 
-    /// Writes the batch into the page-locked memory and starts its copy.
-    fn send(&mut self, batch: &[SequenceStep<'_>], shape: &StepShape) -> Result<(), CudaError> {
+    /// Writes the batch, and how its tokens are chosen, into the page-locked memory and starts its copy.
+    fn send(
+        &mut self,
+        batch: &[SequenceStep<'_>],
+        choices: &[RowChoice<'_>],
+        shape: &StepShape,
+    ) -> Result<(), CudaError> {
         let layout = StepLayout::new(shape, self.table_stride());
-        step::fill(batch, self.options.deterministic, shape, &layout, self.outbox.bytes()?);
         let to = self.workspace.address() + self.layout.step;
-        self.outbox.send(&self.stream, layout.bytes as usize, to)
+        let bytes = self.outbox.bytes()?;
+        step::fill(batch, self.options.deterministic, shape, &layout, bytes);
+        let len = match choices {
+            [] => layout.bytes as usize,
+            choices => choose::fill(choices, shape.wanted, &layout, to, bytes),
+        };
+        self.outbox.send(&self.stream, len, to)
     }
 
-    /// Replays a generation of `sequences` sequences, padding included; records it where that number is new.
-    fn generate(&mut self, shape: StepShape) -> Result<(), CudaError> {
+    /// Replays a generation of that shape, with the choice among tokens below `token_limit` where there is one; records it
+    /// where there is none to replay.
+    fn generate(&mut self, shape: StepShape, token_limit: Option<usize>) -> Result<(), CudaError> {
+        let key = (shape.wanted, token_limit);
+        if let Some(graph) = self.graphs.get(&key) {
+            return graph.replay(&self.stream);
+        }
         let pass = self.pass(shape);
         let submit = || -> Result<(), CudaError> {
             pass.layers()?;
-            pass.logits(0, shape.wanted)
+            pass.logits(0, shape.wanted)?;
+            token_limit.map_or(Ok(()), |limit| pass.choose(limit))
         };
-        if let Some(graph) = self.graphs.get(&shape.wanted) {
-            return graph.replay(&self.stream);
-        }
         // The first time is submitted as it is, which also loads what kernels load when they first run.
         submit()?;
         let graph = CudaGraph::record(&self.stream, submit)?;
-        self.graphs.insert(shape.wanted, graph);
+        self.graphs.insert(key, graph);
+        Ok(())
+    }
+
+    /// The recorded shape that a batch is padded to, if it is one of generation.
+    fn recorded(&self, shape: &StepShape, sequences: usize) -> Option<StepShape> {
+        let recorded = self.options.graphs && shape.is_generation(sequences);
+        recorded.then(|| shape.padded(padded_sequences(sequences, self.options.limits.sequences)))
+    }
+
+    /// A step whose tokens are chosen on the device.
+    fn choose(
+        &mut self,
+        batch: &[SequenceStep<'_>],
+        choices: &[RowChoice<'_>],
+        token_limit: usize,
+        chosen: &mut Vec<Chosen>,
+    ) -> Result<(), CudaError> {
+        let shape = StepShape::of(batch, self.options.deterministic);
+        match self.recorded(&shape, batch.len()) {
+            Some(padded) => {
+                self.send(batch, choices, &padded)?;
+                self.generate(padded, Some(token_limit))?;
+            }
+            None => {
+                self.send(batch, choices, &shape)?;
+                let pass = self.pass(shape);
+                pass.layers()?;
+                if shape.wanted > 0 {
+                    pass.logits(0, shape.wanted)?;
+                    pass.choose(token_limit)?;
+                }
+            }
+        }
+        let (from, bytes) = (self.workspace.address() + self.layout.chosen, shape.wanted * SamplingResult::BYTES);
+        self.inboxes[0].receive(&self.stream, from, bytes)?;
+        choose::read(self.inboxes[0].wait()?, shape.wanted, chosen);
         Ok(())
     }
 
@@ -280,13 +330,12 @@ impl CudaModel {
     fn compute(&mut self, batch: &[SequenceStep<'_>], logits: &mut LogitsBuffer) -> Result<(), CudaError> {
         let shape = StepShape::of(batch, self.options.deterministic);
         let vocabulary = self.config.vocab_size;
-        if self.options.graphs && shape.is_generation(batch.len()) {
-            let padded = shape.padded(padded_sequences(batch.len(), self.options.limits.sequences));
-            self.send(batch, &padded)?;
-            self.generate(padded)?;
+        if let Some(padded) = self.recorded(&shape, batch.len()) {
+            self.send(batch, &[], &padded)?;
+            self.generate(padded, None)?;
             return self.read_logits(shape.wanted, &mut logits.rows_mut()[..shape.wanted * vocabulary]);
         }
-        self.send(batch, &shape)?;
+        self.send(batch, &[], &shape)?;
         self.pass(shape).layers()?;
         for first in (0..shape.wanted).step_by(self.layout.logit_rows) {
             let rows = self.layout.logit_rows.min(shape.wanted - first);
@@ -340,6 +389,26 @@ impl Model for CudaModel {
             }
         }
         Ok(())
+    }
+
+    fn can_choose(&self, choices: &[RowChoice<'_>]) -> bool {
+        choose::can_choose(choices, self.config.vocab_size)
+    }
+
+    fn forward_and_choose(
+        &mut self,
+        batch: &[SequenceStep<'_>],
+        choices: &[RowChoice<'_>],
+        token_limit: usize,
+        chosen: &mut Vec<Chosen>,
+    ) -> Result<(), ModelError> {
+        check_batch(&self.info, batch)?;
+        chosen.clear();
+        if batch.is_empty() {
+            return Ok(());
+        }
+        let computed = self.choose(batch, choices, token_limit, chosen);
+        computed.map_err(|e| ModelError::Device { operation: "a step", reason: e.to_string() })
     }
 }
 

@@ -1,4 +1,5 @@
-//! What a step sends to the device: tokens, positions, places in the cache, and the sequences with their blocks, in one copy.
+//! What a step sends to the device: tokens, positions, places in the cache, the sequences with their blocks, and how their next
+//! tokens are chosen, in one copy.
 //!
 //! Axes: T rows (tokens) of a step, B sequences.
 //!
@@ -7,6 +8,7 @@
 
 use crate::engine::model::{BLOCK_LEN, LogitsWanted, SequenceStep};
 use vt_kernels::cuda::kv_cache::NO_SLOT;
+use vt_kernels::cuda::sampling::SamplingRow;
 
 /// The extent of a step, as launches are given it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -49,7 +51,7 @@ fn is_decode(step: &SequenceStep<'_>, runs_only: bool) -> bool {
     !runs_only && step.tokens.len() == 1
 }
 
-/// Offsets in bytes of the arrays of a step, all of u32.
+/// Offsets in bytes of the arrays of a step, of u32 where nothing else is said.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct StepLayout {
     /// `[T]`.
@@ -68,6 +70,8 @@ pub(super) struct StepLayout {
     pub run_starts: u64,
     /// Positions of each run's sequence, this step's included.
     pub run_lengths: u64,
+    /// How the token after each wanted row is chosen.
+    pub choices: u64,
     /// `[B, table_stride]`, decoding sequences first.
     pub tables: u64,
     /// Entries of a sequence's table.
@@ -93,6 +97,7 @@ impl StepLayout {
             decode_lengths: place(shape.decode),
             run_starts: place(shape.runs + 1),
             run_lengths: place(shape.runs),
+            choices: place(shape.wanted.min(shape.decode + shape.runs) * SamplingRow::BYTES / 4),
             tables: place((shape.decode + shape.runs) * table_stride),
             table_stride,
             bytes: end,

@@ -2,6 +2,7 @@
 //!
 //! Axes: T tokens of a step, B sequences, K in-features, R rows of logits.
 
+use super::choose::EXTRA_BYTES;
 use super::network::is_direct;
 use super::step::StepLayout;
 use crate::engine::model::BLOCK_LEN;
@@ -9,6 +10,7 @@ use crate::model::config::ModelConfig;
 use crate::model::graph::{Experts, FeedForward, GatedMlp, Graph, Projection};
 use vt_kernels::cuda::attention::DecodeWorkspace;
 use vt_kernels::cuda::moe::RoutingTables;
+use vt_kernels::cuda::sampling::{Sampling, SamplingResult};
 use vt_kernels::kv_cache::KvShape;
 
 /// Every buffer starts at a multiple of this many bytes.
@@ -90,6 +92,11 @@ impl Widths {
     }
 }
 
+/// The most bytes that a step sends.
+pub(super) fn step_bytes(limits: &StepLimits) -> u64 {
+    StepLayout::largest(limits.tokens, limits.sequences, limits.table_stride()) + EXTRA_BYTES
+}
+
 /// Offsets in bytes of all buffers.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct WorkspaceLayout {
@@ -129,6 +136,10 @@ pub(super) struct WorkspaceLayout {
     pub logits: u64,
     /// R.
     pub logit_rows: usize,
+    /// What was chosen, `[B]`.
+    pub chosen: u64,
+    /// Partial results of sampling.
+    pub sampling: u64,
     /// Partial results of attention.
     pub attention: u64,
     /// Of products.
@@ -178,7 +189,7 @@ impl WorkspaceLayout {
         let mut places = Places(0);
         let p = &mut places;
         let mut layout = Self {
-            step: p.bytes(StepLayout::largest(tokens, limits.sequences, limits.table_stride()))?,
+            step: p.bytes(step_bytes(limits))?,
             constants: p.bytes(constants)?,
             angles: Vec::new(),
             residual: p.rows(tokens, hidden, F32)?,
@@ -196,6 +207,8 @@ impl WorkspaceLayout {
             expert_outputs: p.rows(tokens.checked_mul(top_k)?, hidden, F32)?,
             logits: p.rows(logit_rows, graph.head.stride, F32)?,
             logit_rows,
+            chosen: p.rows(limits.sequences, SamplingResult::BYTES, 1)?,
+            sampling: p.bytes(Sampling::workspace_bytes(limits.sequences))?,
             attention: p.bytes(attention.bytes())?,
             gemm: p.bytes(gemm)?,
             bytes: 0,
