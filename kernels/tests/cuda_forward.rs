@@ -12,8 +12,10 @@ use vt_bundle::encoding;
 use vt_kernels::activation::{self, Gate};
 use vt_kernels::cuda::elementwise::{Columns, ElementwiseKernels, Placing};
 use vt_kernels::cuda::gemm::{DeviceMatrix, EmbeddingKernels, Gemm};
+use vt_kernels::cuda::kv_cache::{CudaKvCache, CudaKvType, KvRows, KvScales, KvWriter, NO_SLOT};
 use vt_kernels::cuda::norm::{HeadRows, NormKernels};
 use vt_kernels::cuda::{CudaContext, CudaGraph, CudaStream, DeviceMemory, Inbox, Outbox};
+use vt_kernels::kv_cache::KvShape;
 use vt_kernels::norm::{rms_norm, rms_norm_heads};
 use vt_kernels::rope::{RopeScaling, Rotation, inverse_frequencies};
 use vt_kernels::{Context, FloatType, RawWeight, RowsWeight, Weight};
@@ -169,12 +171,12 @@ fn heads_are_normed_and_rotated() {
         (3, 3, 64, 64, RopeScaling::Linear { factor: 2.0 }, false),
         (4, 1, 256, 256, yarn, true),
         (2, 1, 80, 20, RopeScaling::None, true),
-        (2, 1, 12, 6, RopeScaling::None, false),
-        (1, 1, 512, 512, RopeScaling::None, true),
+        (2, 1, 24, 6, RopeScaling::None, false),
     ] {
         let (tokens, gap) = (11, 8);
         let (q_at, k_at) = (gap, 2 * gap + queries * dim);
-        let stride = k_at + keys * dim + gap;
+        let v_at = k_at + keys * dim + gap;
+        let stride = v_at + keys * dim + gap;
         let x = rounded(random.activations(tokens * stride));
         let [q_norm, k_norm] = [0, 1].map(|_| random.activations(dim));
         let positions: Vec<u32> = (0..tokens as u32).map(|t| t * t * 997).collect();
@@ -191,28 +193,82 @@ fn heads_are_normed_and_rotated() {
         rotation.apply(&cx, &mut expected, stride, k_at, keys, dim);
 
         let half = rotary / 2;
-        let (rows, at, frequencies) = (device.halves(&x), device.words(&positions), device.floats(&inv_freq));
+        let (at, frequencies) = (device.words(&positions), device.floats(&inv_freq));
         let angles = device.floats(&vec![POISON; tokens * half * 2]);
         kernels
             .rotations(&device.stream, at.address(), frequencies.address(), factor, half, tokens, angles.address())
             .unwrap();
         let (q_weight, k_weight) = (device.floats(&q_norm), device.floats(&k_norm));
         let arguments = HeadRows {
-            x: rows.address(),
+            x: 0,
             stride,
             queries: (q_at, queries),
-            keys: (k_at, keys),
-            dim,
+            keys_at: k_at,
+            values_at: v_at,
             norms: normed.then(|| (q_weight.address(), k_weight.address())),
             eps: 1e-6,
             angles: angles.address(),
             half,
+            slots: 0,
         };
-        kernels.heads(&device.stream, &arguments, tokens).unwrap();
-        // A rotated element is a difference of two, so that its error is of their magnitude.
-        assert_near("heads", &device.read_halves(&rows), &expected, BF16, 0.5);
-        assert!(kernels.heads(&device.stream, &HeadRows { stride: stride - 2 * gap, ..arguments }, 1).is_err());
+        let slots: Vec<u32> = (0..tokens as u32).map(|t| if t == 4 { NO_SLOT } else { (t * 7 + 3) % 64 }).collect();
+        let places = device.words(&slots);
+        let arguments = HeadRows { slots: places.address(), ..arguments };
+        let shape = KvShape { layers: 2, kv_heads: keys, head_dim: dim, blocks: 4 };
+        for dtype in [CudaKvType::Bf16, CudaKvType::E4m3] {
+            let scales = KvScales { key: 0.5, value: 2.0 };
+            let caches = [(); 2].map(|()| CudaKvCache::new(&device.context, shape, dtype).unwrap());
+            for cache in &caches {
+                cache.memory().write(0, &vec![0x55; cache.memory().len() as usize]).unwrap();
+            }
+            let [fused, apart] = &caches;
+            let given = device.halves(&x);
+            let arguments = HeadRows { x: given.address(), ..arguments };
+            kernels.heads_to_cache(&device.stream, &arguments, fused, 1, scales, tokens).unwrap();
+            // A rotated element is a difference of two, so that its error is of their magnitude.
+            let found = device.read_halves(&given);
+            for (row, (found, expected)) in found.chunks(stride).zip(expected.chunks(stride)).enumerate() {
+                let queries = q_at..q_at + queries * dim;
+                assert_near("queries", &found[queries.clone()], &expected[queries.clone()], BF16, 0.5);
+                let others = |i: &usize| !queries.contains(i);
+                assert!((0..stride).filter(others).all(|i| found[i] == x[row * stride + i]), "only queries change");
+            }
+            // Keys as the CPU rotates them, values as they are, through the kernel that only stores. Keys differ by less than
+            // a step of the stored type, which is what is compared.
+            let stored = device.halves(&expected);
+            let rows =
+                KvRows { x: stored.address(), stride, keys_at: k_at, values_at: v_at, tokens, slots: places.address() };
+            KvWriter::new(&device.context).unwrap().write(&device.stream, apart, 1, scales, &rows).unwrap();
+            device.stream.synchronize().unwrap();
+            let read = |cache: &CudaKvCache| {
+                let mut bytes = vec![0; cache.memory().len() as usize];
+                cache.memory().read(0, &mut bytes).unwrap();
+                bytes
+            };
+            let (found, expected) = (read(fused), read(apart));
+            let layer = found.len() / 2;
+            assert!(found[..layer].iter().all(|b| *b == 0x55), "the other layer is left alone");
+            let values = |bytes: &[u8]| -> Vec<f32> {
+                match dtype {
+                    CudaKvType::Bf16 => {
+                        bytes.as_chunks::<2>().0.iter().map(|b| bf16::from_le_bytes(*b).to_f32()).collect()
+                    }
+                    CudaKvType::E4m3 => bytes.iter().map(|b| e4m3(*b)).collect(),
+                }
+            };
+            let step = if dtype == CudaKvType::Bf16 { 2.0 * BF16 } else { 1.0 / 8.0 };
+            assert_near("cache", &values(&found[layer..]), &values(&expected[layer..]), step, 0.5);
+            let narrow = HeadRows { stride: stride - 2 * gap, ..arguments };
+            assert!(kernels.heads_to_cache(&device.stream, &narrow, fused, 1, scales, 1).is_err());
+        }
     }
+}
+
+/// OCP E4M3 without its NaN.
+fn e4m3(code: u8) -> f32 {
+    let (exponent, mantissa) = (i32::from(code >> 3 & 15), f32::from(code & 7));
+    let magnitude = if exponent == 0 { mantissa / 512.0 } else { (1.0 + mantissa / 8.0) * 2f32.powi(exponent - 7) };
+    if code & 0x80 == 0 { magnitude } else { -magnitude }
 }
 
 #[test]

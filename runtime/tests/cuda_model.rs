@@ -23,8 +23,11 @@ use vt_run::model::{CpuModel, CpuModelOptions, CudaModel, CudaModelOptions, Mode
 const LOGIT_SHARE: f32 = 0.03;
 /// Largest KL divergence at a position, in nats.
 const KL_LIMIT: f64 = 0.01;
-/// The same with keys and values in FP8, which keeps three bits of their mantissa.
-const KL_LIMIT_FP8: f64 = 0.1;
+/// Mean KL divergence with keys and values in FP8, which keeps three bits of their mantissa.
+const KL_LIMIT_FP8: f64 = 0.05;
+/// Share of positions that may differ by more in a mixture of experts: where two experts are almost equally likely, rounding
+/// chooses between them.
+const ROUTED_SHARE: f64 = 0.1;
 /// Sequences of the largest batch.
 const SEQUENCES: usize = 32;
 /// Tokens of the prompt that is followed, and of what is generated after it.
@@ -188,29 +191,43 @@ fn follow_among_others(model: &mut CudaModel, text: &[u32]) -> Vec<Vec<f32>> {
 struct Compared {
     text: Vec<u32>,
     expected: Vec<Vec<f32>>,
-    /// Largest difference from the CPU that was found.
-    worst: f32,
+    /// The model has experts.
+    routed: bool,
 }
 
 impl Compared {
-    fn check(&mut self, what: &str, found: &[Vec<f32>], kl_limit: f64) {
-        let difference = difference(&self.expected, found);
-        let divergence = self.expected.iter().zip(found).map(|(e, f)| kl(e, f)).fold(0.0, f64::max);
+    fn check(&self, what: &str, found: &[Vec<f32>]) {
         let largest = largest(&self.expected);
-        eprintln!("{what}: largest difference {difference:.4} of logits up to {largest:.2}, KL up to {divergence:.6}");
-        assert!(divergence <= kl_limit, "{what}: KL {divergence}");
-        if kl_limit == KL_LIMIT {
-            assert!(difference <= LOGIT_SHARE * largest, "{what}: a logit differs by {difference}");
-        }
+        let (mut beyond, mut worst, mut worst_kl) = (0, 0.0f32, 0.0f64);
+        let mut turned = Vec::new();
         for (position, (expected, found)) in self.expected.iter().zip(found).enumerate() {
+            let pair = |row: &[f32]| vec![row.to_vec()];
+            let (difference, divergence) = (difference(&pair(expected), &pair(found)), kl(expected, found));
+            (worst, worst_kl) = (worst.max(difference), worst_kl.max(divergence));
+            beyond += usize::from(difference > LOGIT_SHARE * largest || divergence > KL_LIMIT);
             let (token, margin) = choice(expected);
-            assert!(
-                choice(found).0 == token || margin <= 2.0 * difference,
-                "{what}: position {position} chooses {}, the CPU {token} by {margin}",
-                choice(found).0
-            );
+            if choice(found).0 != token {
+                turned.push((position, margin, difference));
+            }
         }
-        self.worst = self.worst.max(difference);
+        eprintln!(
+            "{what}: largest difference {worst:.4} of logits up to {largest:.2}, KL up to {worst_kl:.6}, \
+             {beyond} positions beyond, {} other choices",
+            turned.len()
+        );
+        let allowed = if self.routed { (ROUTED_SHARE * found.len() as f64) as usize } else { 0 };
+        assert!(beyond <= allowed, "{what}: {beyond} positions differ by more than rounding");
+        for (position, margin, difference) in turned {
+            assert!(margin <= 2.0 * difference, "{what}: position {position} chooses another token than by {margin}");
+        }
+    }
+
+    /// With keys and values in FP8.
+    fn check_narrow(&self, what: &str, found: &[Vec<f32>]) {
+        let sum: f64 = self.expected.iter().zip(found).map(|(e, f)| kl(e, f)).sum();
+        let mean = sum / found.len() as f64;
+        eprintln!("{what}: mean KL {mean:.6}");
+        assert!(mean <= KL_LIMIT_FP8, "{what}: mean KL {mean}");
     }
 }
 
@@ -293,18 +310,19 @@ fn check_choices(name: &str, model: &mut CudaModel) {
 fn check(path: &Path) {
     let name = path.file_name().unwrap().to_string_lossy().into_owned();
     let (text, expected) = reference(path);
-    let mut compared = Compared { text, expected, worst: 0.0 };
+    let routed = config(&Bundle::open(path).unwrap()).moe.is_some();
+    let compared = Compared { text, expected, routed };
     let text = compared.text.clone();
 
     let mut model = cuda(path, CudaKvType::Bf16, false, true);
     let whole = follow(&mut model, &text, &[PROMPT]);
-    compared.check(&format!("{name} whole prompt, recorded generation"), &whole, KL_LIMIT);
+    compared.check(&format!("{name} whole prompt, recorded generation"), &whole);
     let again = follow(&mut model, &text, &[PROMPT]);
     assert_eq!(difference(&whole, &again), 0.0, "{name}: a replay gives the same bits");
     let pieces = follow(&mut model, &text, &[1, 16, 3, PROMPT - 20]);
-    compared.check(&format!("{name} prompt in pieces"), &pieces, KL_LIMIT);
+    compared.check(&format!("{name} prompt in pieces"), &pieces);
     let among = follow_among_others(&mut model, &text);
-    compared.check(&format!("{name} among others"), &among, KL_LIMIT);
+    compared.check(&format!("{name} among others"), &among);
     check_choices(&name, &mut model);
     drop(model);
 
@@ -315,7 +333,7 @@ fn check(path: &Path) {
 
     let mut deterministic = cuda(path, CudaKvType::Bf16, true, true);
     let alone = follow(&mut deterministic, &text, &[PROMPT]);
-    compared.check(&format!("{name} deterministic"), &alone, KL_LIMIT);
+    compared.check(&format!("{name} deterministic"), &alone);
     let bits = |rows: &[Vec<f32>]| rows.iter().flatten().map(|v| v.to_bits()).collect::<Vec<_>>();
     for (what, rows) in [
         ("among 31 others", follow_among_others(&mut deterministic, &text)),
@@ -328,7 +346,7 @@ fn check(path: &Path) {
 
     let mut narrow = cuda(path, CudaKvType::E4m3, false, true);
     let found = follow(&mut narrow, &text, &[PROMPT]);
-    compared.check(&format!("{name} FP8 keys and values"), &found, KL_LIMIT_FP8);
+    compared.check_narrow(&format!("{name} FP8 keys and values"), &found);
 }
 
 #[test]

@@ -1,9 +1,10 @@
-// RMS norms of the residual stream, norms of heads, and rotary embeddings.
+// RMS norms of the residual stream; norms of heads, rotary embeddings, and the way of keys and values into the cache.
 //
 // Axes: T tokens, H heads, D elements of a head. A row is reduced by one thread block (a head by one warp) in an order that
 // depends on its width alone, so that a token's result does not depend on its neighbours.
 
 #include "forward/floats.cuh"
+#include "kv_cache/layout.cuh"
 
 namespace {
 
@@ -82,66 +83,129 @@ extern "C" __global__ void vt_rotations(const uint32_t* positions, const float* 
     angles[i] = {static_cast<float>(cosine) * factor, static_cast<float>(sine) * factor};
 }
 
-// Norms and rotates heads in place: of each row of x [T, stride], `queries` heads at `q_at` and `keys` at `k_at`, D elements
-// each. Norm weights are [D], or null for no norm. The first 2 * half elements are rotated, element i with i + half, by
-// angles [T, half]. One warp a head; `D <= 32 * kPerLane`.
-extern "C" __global__ void vt_norm_rotate_heads(__nv_bfloat16* x, uint32_t stride, uint32_t q_at, uint32_t queries,
-                                                uint32_t k_at, uint32_t keys, uint32_t dim, const float* q_norm,
-                                                const float* k_norm, float eps, const float2* angles, uint32_t half) {
-    constexpr uint32_t kPerLane = 16;
-    const uint32_t lane = threadIdx.x % 32;
-    const uint32_t head = blockIdx.y * (blockDim.x / 32) + threadIdx.x / 32;
-    if (head >= queries + keys) return;
-    const bool is_query = head < queries;
-    const uint64_t token = blockIdx.x;
-    const uint32_t column = is_query ? q_at + head * dim : k_at + (head - queries) * dim;
-    __nv_bfloat16* row = x + token * stride + column;
-    const float* weight = is_query ? q_norm : k_norm;
+namespace {
 
-    // Lane l holds pairs l, l + 32, ... (elements i and i + half), then elements of the rest that is not rotated.
+constexpr uint32_t kPerLane = 16;
+
+// The heads of a step's rows.
+struct Heads {
+    __nv_bfloat16* x;  // [T, stride]
+    const float *q_norm, *k_norm;  // [D], or null for no norm
+    const float2* angles;  // [T, half]
+    uint32_t stride, q_at, queries, k_at, keys, dim, half;
+    float eps;
+};
+
+// One head in the registers of a warp: lane l holds pairs l, l + 32, ... (elements i and i + half), then elements of the
+// rest that is not rotated. `D <= 32 * kPerLane`.
+struct Head {
     float low[kPerLane / 2], high[kPerLane / 2], rest[kPerLane];
-    const uint32_t pairs = half, tail = dim - 2 * half;
-    float sum = 0.0f;
+
+    // Calls visit(element, value) for every element that the lane holds.
+    template <class Visit>
+    __device__ __forceinline__ void each(const Heads& p, Visit visit) {
+        const uint32_t lane = threadIdx.x % 32, tail = p.dim - 2 * p.half;
 #pragma unroll
-    for (uint32_t j = 0; j < kPerLane / 2; ++j) {
-        const uint32_t i = lane + 32 * j;
-        if (i < pairs) {
-            low[j] = __bfloat162float(row[i]);
-            high[j] = __bfloat162float(row[i + half]);
-            sum += low[j] * low[j] + high[j] * high[j];
+        for (uint32_t j = 0; j < kPerLane / 2; ++j) {
+            const uint32_t i = lane + 32 * j;
+            if (i < p.half) {
+                visit(i, low[j]);
+                visit(i + p.half, high[j]);
+            }
         }
-    }
-    if (tail != 0 && weight != nullptr) {
+        if (tail == 0) return;
 #pragma unroll
         for (uint32_t j = 0; j < kPerLane; ++j) {
             const uint32_t i = lane + 32 * j;
-            if (i < tail) {
-                rest[j] = __bfloat162float(row[2 * half + i]);
-                sum += rest[j] * rest[j];
+            if (i < tail) visit(2 * p.half + i, rest[j]);
+        }
+    }
+
+    __device__ __forceinline__ void load(const Heads& p, const __nv_bfloat16* row) {
+        each(p, [&](uint32_t i, float& value) { value = __bfloat162float(row[i]); });
+    }
+
+    __device__ __forceinline__ void norm(const Heads& p, const float* weight) {
+        if (weight == nullptr) return;
+        float sum = 0.0f;
+        each(p, [&](uint32_t, float& value) { sum += value * value; });
+        const float factor = inverse_rms(warp_sum(sum), p.dim, p.eps);
+        each(p, [&](uint32_t i, float& value) { value *= factor * weight[i]; });
+    }
+
+    __device__ __forceinline__ void rotate(const Heads& p, uint64_t token) {
+        const float2* angle = p.angles + token * p.half;
+#pragma unroll
+        for (uint32_t j = 0; j < kPerLane / 2; ++j) {
+            const uint32_t i = threadIdx.x % 32 + 32 * j;
+            if (i < p.half) {
+                const float2 turn = angle[i];
+                const float a = low[j], b = high[j];
+                low[j] = a * turn.x - b * turn.y;
+                high[j] = b * turn.x + a * turn.y;
             }
         }
     }
-    const float factor = weight == nullptr ? 1.0f : inverse_rms(warp_sum(sum), dim, eps);
-    const float2* angle = angles + token * half;
-#pragma unroll
-    for (uint32_t j = 0; j < kPerLane / 2; ++j) {
-        const uint32_t i = lane + 32 * j;
-        if (i < pairs) {
-            float a = low[j], b = high[j];
-            if (weight != nullptr) {
-                a *= factor * weight[i];
-                b *= factor * weight[i + half];
-            }
-            const float2 turn = angle[i];
-            row[i] = __float2bfloat16_rn(a * turn.x - b * turn.y);
-            row[i + half] = __float2bfloat16_rn(b * turn.x + a * turn.y);
-        }
+};
+
+// Where keys and values of a layer go.
+struct Store {
+    void* cache;
+    const uint32_t* slots;  // [T]: block * 16 + place, or kNoSlot
+    uint32_t v_at;
+    float key_scale, value_scale;
+};
+
+constexpr uint32_t kNoSlot = 0xFFFFFFFF;
+
+__device__ __forceinline__ void put(__nv_bfloat16* to, float value, float) { *to = __float2bfloat16_rn(value); }
+
+// As a value that was bf16 before: what is stored does not depend on which kernel stores it.
+__device__ __forceinline__ void put(__nv_fp8_e4m3* to, float value, float scale) {
+    const float rounded = __bfloat162float(__float2bfloat16_rn(value));
+    to->__x = __nv_cvt_float_to_fp8(__fdiv_rn(rounded, scale), __NV_SATFINITE, __NV_E4M3);
+}
+
+template <typename T>
+__device__ __forceinline__ void heads_to_cache(const Heads& p, const Store& store) {
+    const uint32_t index = blockIdx.y * (blockDim.x / 32) + threadIdx.x / 32;
+    if (index >= p.queries + 2 * p.keys) return;
+    const uint64_t token = blockIdx.x;
+    __nv_bfloat16* row = p.x + token * p.stride;
+    Head head;
+    if (index < p.queries) {
+        row += p.q_at + index * p.dim;
+        head.load(p, row);
+        head.norm(p, p.q_norm);
+        head.rotate(p, token);
+        head.each(p, [&](uint32_t i, float& value) { row[i] = __float2bfloat16_rn(value); });
+        return;
     }
-    if (tail != 0 && weight != nullptr) {
-#pragma unroll
-        for (uint32_t j = 0; j < kPerLane; ++j) {
-            const uint32_t i = lane + 32 * j;
-            if (i < tail) row[2 * half + i] = __float2bfloat16_rn(rest[j] * factor * weight[2 * half + i]);
-        }
+    const bool is_key = index < p.queries + p.keys;
+    const uint32_t kv_head = (index - p.queries) % p.keys;
+    const uint32_t slot = store.slots[token];
+    if (slot == kNoSlot) return;
+    head.load(p, row + (is_key ? p.k_at : store.v_at) + kv_head * p.dim);
+    uint64_t at = keys_of(slot / kBlockLen, p.keys, kv_head, p.dim) + (slot % kBlockLen) * p.dim;
+    if (is_key) {
+        head.norm(p, p.k_norm);
+        head.rotate(p, token);
+    } else {
+        at += values_offset(p.keys, p.dim);
     }
+    T* to = static_cast<T*>(store.cache) + at;
+    const float scale = is_key ? store.key_scale : store.value_scale;
+    head.each(p, [&](uint32_t i, float& value) { put(to + i, value, scale); });
+}
+
+}  // namespace
+
+// Norms and rotates the query heads in place, and the key heads into the cache, where the values go too. One warp a head:
+// grid (tokens, heads / warps of a block).
+extern "C" __global__ void vt_heads_to_cache_bf16(const __grid_constant__ Heads p, const __grid_constant__ Store store) {
+    heads_to_cache<__nv_bfloat16>(p, store);
+}
+
+extern "C" __global__ void vt_heads_to_cache_e4m3(const __grid_constant__ Heads p, const __grid_constant__ Store store) {
+    heads_to_cache<__nv_fp8_e4m3>(p, store);
 }

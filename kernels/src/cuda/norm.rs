@@ -3,6 +3,8 @@
 //! Axes: T tokens, R rows that are wanted, H heads, D elements of a head. Addresses are those of device memory that the
 //! caller keeps allocated; norm weights are f32, the offset of the family included.
 
+use super::error::require;
+use super::kv_cache::{CudaKvCache, CudaKvType, KvScales};
 use super::module::{Function, Module, arguments};
 use super::{CudaContext, CudaError, CudaStream};
 use std::sync::Arc;
@@ -18,22 +20,23 @@ pub struct NormKernels {
     rms_norm: Function,
     post_norm_add: Function,
     rotations: Function,
-    heads: Function,
+    heads_bf16: Function,
+    heads_e4m3: Function,
 }
 
-/// Arguments of [`NormKernels::heads`].
+/// The heads that a step projects, and where they go: arguments of [`NormKernels::heads_to_cache`].
 #[derive(Clone, Copy, Debug)]
 pub struct HeadRows {
-    /// bf16 `[T, stride]`, changed in place.
+    /// bf16 `[T, stride]`; queries are changed in place.
     pub x: u64,
     /// Elements from row to row.
     pub stride: usize,
     /// First column and number of the query heads.
     pub queries: (usize, usize),
-    /// First column and number of the key heads.
-    pub keys: (usize, usize),
-    /// Elements of a head, at most [`MAX_HEAD_DIM`].
-    pub dim: usize,
+    /// First column of the key heads.
+    pub keys_at: usize,
+    /// First column of the value heads.
+    pub values_at: usize,
     /// Norm weights `[D]` of queries and keys; no norm where `None`.
     pub norms: Option<(u64, u64)>,
     /// Added to the mean square.
@@ -42,6 +45,37 @@ pub struct HeadRows {
     pub angles: u64,
     /// Rotated pairs of a head.
     pub half: usize,
+    /// u32 `[T]`: block * 16 + place in the block, or [`NO_SLOT`](super::kv_cache::NO_SLOT).
+    pub slots: u64,
+}
+
+/// As in `norm.cu`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct Heads {
+    x: u64,
+    q_norm: u64,
+    k_norm: u64,
+    angles: u64,
+    stride: u32,
+    q_at: u32,
+    queries: u32,
+    k_at: u32,
+    keys: u32,
+    dim: u32,
+    half: u32,
+    eps: f32,
+}
+
+/// As in `norm.cu`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct Store {
+    cache: u64,
+    slots: u64,
+    v_at: u32,
+    key_scale: f32,
+    value_scale: f32,
 }
 
 /// Threads of a block that reduces one row: whole warps, four elements a thread, as many as a block may have.
@@ -60,7 +94,8 @@ impl NormKernels {
             rms_norm: module.function(c"vt_rms_norm", 0)?,
             post_norm_add: module.function(c"vt_post_norm_add", 0)?,
             rotations: module.function(c"vt_rotations", 0)?,
-            heads: module.function(c"vt_norm_rotate_heads", 0)?,
+            heads_bf16: module.function(c"vt_heads_to_cache_bf16", 0)?,
+            heads_e4m3: module.function(c"vt_heads_to_cache_e4m3", 0)?,
         })
     }
 
@@ -135,24 +170,39 @@ impl NormKernels {
         unsafe { self.rotations.launch(stream, [blocks, 1, 1], [128, 1, 1], 0, &mut arguments) }
     }
 
-    /// Norms of query and key heads, where there are any, and their rotation, in place.
+    /// Norms the query and key heads of `tokens` rows, where there are norms, rotates them, and writes keys and values into
+    /// `layer` of the cache. Equal to the bit to doing one after the other, with [`super::kv_cache::KvWriter`].
     ///
     /// # Errors
-    /// [`CudaError::OutOfRange`] for heads that do not fit a row, or are wider than [`MAX_HEAD_DIM`]; [`CudaError::Call`].
-    pub fn heads(&self, stream: &CudaStream, rows: &HeadRows, tokens: usize) -> Result<(), CudaError> {
-        let [q_end, k_end] = [rows.queries, rows.keys].map(|(at, count)| at + count * rows.dim);
-        let fits = q_end.max(k_end) <= rows.stride && 2 * rows.half <= rows.dim && rows.dim <= MAX_HEAD_DIM;
-        if !fits {
-            let (start, bytes) = (rows.dim as u64, rows.stride as u64);
-            return Err(CudaError::OutOfRange { what: "heads of a row", start, end: q_end.max(k_end) as u64, bytes });
-        }
-        let HeadRows { x, eps, angles, .. } = *rows;
-        let numbers = [rows.stride, rows.queries.0, rows.queries.1, rows.keys.0, rows.keys.1, rows.dim, rows.half];
-        let [stride, q_at, queries, k_at, keys, dim, half] = numbers.map(|n| n as u32);
+    /// [`CudaError::Unsupported`] for heads that do not fit a row; [`CudaError::Call`].
+    pub fn heads_to_cache(
+        &self,
+        stream: &CudaStream,
+        rows: &HeadRows,
+        cache: &CudaKvCache,
+        layer: usize,
+        scales: KvScales,
+        tokens: usize,
+    ) -> Result<(), CudaError> {
+        let (dim, keys) = (cache.shape().head_dim, cache.shape().kv_heads);
+        let (q_at, queries) = rows.queries;
+        let ends = [(q_at, queries), (rows.keys_at, keys), (rows.values_at, keys)].map(|(at, count)| at + count * dim);
+        let fits = ends.iter().all(|end| *end <= rows.stride) && 2 * rows.half <= dim && dim <= MAX_HEAD_DIM;
+        require(fits, "heads", || format!("heads of {dim} elements in {rows:?}"))?;
         let (q_norm, k_norm) = rows.norms.unwrap_or((0, 0));
-        let mut arguments = arguments![x, stride, q_at, queries, k_at, keys, dim, q_norm, k_norm, eps, angles, half];
-        let grid = [tokens as u32, (queries + keys).div_ceil(HEAD_WARPS), 1];
-        // SAFETY: as above; heads lie inside rows and registers, which was checked.
-        unsafe { self.heads.launch(stream, grid, [32 * HEAD_WARPS, 1, 1], 0, &mut arguments) }
+        let numbers = [rows.stride, q_at, queries, rows.keys_at, keys, dim, rows.half, rows.values_at];
+        let [stride, q_at, queries, k_at, keys, dim, half, v_at] = numbers.map(|n| n as u32);
+        let (x, angles, eps) = (rows.x, rows.angles, rows.eps);
+        let heads = Heads { x, q_norm, k_norm, angles, stride, q_at, queries, k_at, keys, dim, half, eps };
+        let (slots, key_scale, value_scale) = (rows.slots, scales.key, scales.value);
+        let store = Store { cache: cache.layer(layer)?, slots, v_at, key_scale, value_scale };
+        let function = match cache.dtype() {
+            CudaKvType::Bf16 => &self.heads_bf16,
+            CudaKvType::E4m3 => &self.heads_e4m3,
+        };
+        let grid = [tokens as u32, (queries + 2 * keys).div_ceil(HEAD_WARPS), 1];
+        // SAFETY: both are the kernels' parameters; heads lie inside rows and registers, which was checked, slots in the cache,
+        // and the caller keeps what the addresses name.
+        unsafe { function.launch(stream, grid, [32 * HEAD_WARPS, 1, 1], 0, &mut arguments![heads, store]) }
     }
 }

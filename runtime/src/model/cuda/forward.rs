@@ -15,7 +15,7 @@ use vt_kernels::attention::AttentionShape;
 use vt_kernels::cuda::attention::{Attention, AttentionBatch, DecodeWorkspace};
 use vt_kernels::cuda::elementwise::{Columns, ElementwiseKernels, Placing};
 use vt_kernels::cuda::gemm::{DeviceMatrix, EmbeddingKernels, ExpertGroups, Gemm, GemmRequest, OutType};
-use vt_kernels::cuda::kv_cache::{CudaKvCache, KvRows, KvScales, KvWriter};
+use vt_kernels::cuda::kv_cache::{CudaKvCache, KvScales};
 use vt_kernels::cuda::moe::{ExpertRows, MoeKernels, Routing, RoutingTables};
 use vt_kernels::cuda::norm::{HeadRows, NormKernels};
 use vt_kernels::cuda::sampling::{Sampling, SamplingRequest};
@@ -29,7 +29,6 @@ pub(super) struct Kernels {
     pub elementwise: ElementwiseKernels,
     pub gemm: Gemm,
     pub attention: Attention,
-    pub kv: KvWriter,
     pub sampling: Sampling,
     /// Where the model has experts.
     pub moe: Option<MoeKernels>,
@@ -47,7 +46,6 @@ impl Kernels {
             elementwise: ElementwiseKernels::new(context)?,
             gemm: Gemm::new(context)?,
             attention: Attention::new(context, config.num_heads, cache)?,
-            kv: KvWriter::new(context)?,
             sampling: Sampling::new(context)?,
             moe: config.moe.as_ref().map(|_| MoeKernels::new(context)).transpose()?,
         })
@@ -228,18 +226,16 @@ impl Pass<'_> {
             x: projected,
             stride,
             queries: (q_at, model.num_heads),
-            keys: (k_at, model.num_kv_heads),
-            dim: model.head_dim,
+            keys_at: k_at,
+            values_at: v_at,
             norms: layer.head_norms.map(|(q, k)| (self.constant(q), self.constant(k))),
             eps: model.rms_norm_eps,
             angles: self.at(self.layout.angles[config.rope]),
             half: self.network.ropes[config.rope].half,
+            slots: self.sent(self.step.slots),
         };
-        self.kernels.norm.heads(self.stream, &rows, tokens)?;
         let scales = self.kv_scales[index];
-        let slots = self.sent(self.step.slots);
-        let rows = KvRows { x: projected, stride, keys_at: k_at, values_at: v_at, tokens, slots };
-        self.kernels.kv.write(self.stream, self.cache, index, scales, &rows)?;
+        self.kernels.norm.heads_to_cache(self.stream, &rows, self.cache, index, scales, tokens)?;
         let shape = AttentionShape {
             heads: model.num_heads,
             scale: model.attention_scale,
