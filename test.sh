@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Everything that must hold, with warnings as errors. Python packages are installed below .build/; cargo-nextest and
 # cargo-deny are used where they are installed. Options:
-#   --no-python   leave out the official OpenAI client (needs PyPI)
+#   --no-python   leave out the official OpenAI client and transformers (needs PyPI)
 #   --no-model    leave out what needs the 98 MB model (needs PyPI)
 set -euo pipefail
 cd "$(dirname "$0")"
@@ -94,6 +94,16 @@ if [ $python = yes ]; then
     fi
     export VT_RUN=$bin/vt-run VT_BUNDLE=$served
     $venv/bin/python -m pytest --quiet tests/openai
+
+    say "Chat templates beside transformers"
+    $venv/bin/python -m pip install --quiet --disable-pip-version-check --requirement fixtures/chat_templates.requirements.txt
+    # A training framework that carries the published templates of many models.
+    $venv/bin/python -m pip download --quiet --disable-pip-version-check --no-deps --dest .build/templates axolotl==0.19.0
+    sources=(.build/templates/*.whl)
+    [ $real_model = no ] || sources+=(.build/model/*.gguf)
+    [ ! -d ../shared/checkpoints ] || sources+=(../shared/checkpoints)
+    $venv/bin/python fixtures/chat_templates.py .build/templates.json "${sources[@]}" 2>/dev/null
+    VT_TEST_TEMPLATES=$PWD/.build/templates.json cargo test --quiet --locked -p vt-run --test chat_templates
 fi
 
 say "All of it holds"

@@ -5,11 +5,11 @@
 //! fuel, which also counts bytes) and a bound on its output, both in proportion to the input.
 
 use super::TextError;
-use super::python_json::{DumpOptions, dumps};
+use super::python_json::{DumpOptions, dumps, float_repr};
 use super::strftime::UtcTime;
 use minijinja::syntax::SyntaxConfig;
-use minijinja::value::{Kwargs, Serde, Value};
-use minijinja::{Environment, Error, ErrorKind, State};
+use minijinja::value::{Kwargs, Serde, Value, ValueKind};
+use minijinja::{Environment, Error, ErrorKind, Output, State, escape_formatter};
 use serde_json::Value as Json;
 use std::collections::BTreeMap;
 use std::io;
@@ -84,6 +84,8 @@ impl ChatTemplate {
         );
         environment.set_recursion_limit(RECURSION_LIMIT);
         environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
+        environment.set_formatter(print_as_python);
+        environment.add_test("iterable", is_iterable);
         environment.add_filter("tojson", tojson);
         environment.add_function("raise_exception", raise_exception);
         environment.add_function("strftime_now", |format: &str| UtcTime::now().format(format));
@@ -162,6 +164,22 @@ impl io::Write for BoundedOutput {
     fn flush(&mut self) -> io::Result<()> {
         Ok(())
     }
+}
+
+/// Floats as Python's `repr` writes them; everything else is minijinja's business.
+fn print_as_python(out: &mut Output<'_>, state: &mut State<'_, '_>, value: &Value) -> Result<(), Error> {
+    if value.kind() == ValueKind::Number
+        && !value.is_integer()
+        && let Ok(float) = f64::try_from(value.clone())
+    {
+        return out.write_str(&float_repr(float)).map_err(Error::from);
+    }
+    escape_formatter(out, state, value)
+}
+
+/// Python can iterate over an undefined name, but not over None.
+fn is_iterable(value: &Value) -> bool {
+    !value.is_none() && (value.is_undefined() || value.try_iter().is_ok())
 }
 
 fn raise_exception(message: String) -> Result<Value, Error> {
@@ -285,6 +303,8 @@ mod tests {
             ("{% generation %}a{% endgeneration %}", "a"),
             ("a {%- generation -%} b {%- endgeneration -%} c", "abc"),
             ("{{ 'x' if add_generation_prompt else 'y' }}\n", "x"),
+            ("{{ 1e22 }} {{ 0.5 }} {{ 3.0 }} {{ 7 }} {{ 1 / 4 }}", "1e+22 0.5 3.0 7 0.25"),
+            ("{{ none is iterable }} {{ 'a' is iterable }} {{ 5 is iterable }}", "False True False"),
             ("{% if messages[0]['content'] is string %}s{% endif %}\nt", "st"),
         ];
         for (source, expected) in cases {

@@ -117,7 +117,7 @@ impl Writer<'_> {
 
 /// `repr` of a Python float: the shortest digits that give the number back, in positional notation
 /// from 1e-4 up to 1e16.
-fn float_repr(value: f64) -> String {
+pub(super) fn float_repr(value: f64) -> String {
     if !value.is_finite() {
         return if value.is_nan() {
             "NaN"
