@@ -2,13 +2,25 @@
 
 use super::state::AppState;
 use axum::Router;
-use axum::serve::ListenerExt;
+use hyper::server::conn::http1;
+use hyper_util::rt::{TokioIo, TokioTimer};
+use hyper_util::server::graceful::GracefulShutdown;
+use hyper_util::service::TowerToHyperService;
 use std::io;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
-use tokio::net::{TcpListener, UnixListener};
+use std::time::Duration;
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::net::{TcpListener, TcpStream, UnixListener, UnixStream};
 use tokio::sync::watch;
+
+/// Time that a client has for the head of its first request, or for its next one: as long as nginx waits.
+const IDLE_TIMEOUT: Duration = Duration::from_secs(75);
+/// Bytes of a request's head, at most, and of a connection's buffers.
+const MAX_HEADER_BYTES: usize = 64 << 10;
+/// Pause after a connection that could not be accepted.
+const PAUSE_AFTER_ERROR: Duration = Duration::from_millis(50);
 
 /// Where to listen.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -72,43 +84,84 @@ impl Bound {
     }
 
     /// Serves until `stop` becomes true and all connections have ended.
-    ///
-    /// # Errors
-    /// The operating system's.
-    pub async fn serve(self, app: Router, stop: watch::Receiver<bool>) -> io::Result<()> {
-        let stopped = async move {
-            let mut stop = stop;
-            // A sender that is gone means the same as true.
-            let _ = stop.wait_for(|stop| *stop).await;
-        };
+    pub async fn serve(self, app: Router, stop: watch::Receiver<bool>) {
         match self {
-            Self::Tcp(listener, _) => {
-                let listener = listener.tap_io(|stream| {
-                    // Small pieces of a stream must not wait for each other.
-                    if let Err(error) = stream.set_nodelay(true) {
-                        tracing::debug!(%error, "TCP_NODELAY");
-                    }
-                });
-                axum::serve(listener, app).with_graceful_shutdown(stopped).await
-            }
+            Self::Tcp(listener, _) => serve_all(&listener, app, stop).await,
             Self::Unix(listener, path) => {
-                let result = axum::serve(listener, app).with_graceful_shutdown(stopped).await;
+                serve_all(&listener, app, stop).await;
                 // It may have been replaced or removed meanwhile.
                 let _ = std::fs::remove_file(path);
-                result
             }
         }
     }
+}
+
+/// A bound socket of any kind.
+trait Listener: Sync {
+    /// A connection.
+    type Stream: AsyncRead + AsyncWrite + Unpin + Send + 'static;
+
+    /// Waits for the next connection.
+    fn next(&self) -> impl Future<Output = io::Result<Self::Stream>> + Send;
+}
+
+impl Listener for TcpListener {
+    type Stream = TcpStream;
+
+    async fn next(&self) -> io::Result<TcpStream> {
+        let (stream, _) = self.accept().await?;
+        // Small pieces of a stream must not wait for each other.
+        stream.set_nodelay(true)?;
+        Ok(stream)
+    }
+}
+
+impl Listener for UnixListener {
+    type Stream = UnixStream;
+
+    async fn next(&self) -> io::Result<UnixStream> {
+        Ok(self.accept().await?.0)
+    }
+}
+
+/// Serves the connections of a listener until `stop` becomes true, then waits for those that are open.
+async fn serve_all(listener: &impl Listener, app: Router, mut stop: watch::Receiver<bool>) {
+    let mut builder = http1::Builder::new();
+    builder.timer(TokioTimer::new()).header_read_timeout(IDLE_TIMEOUT).max_buf_size(MAX_HEADER_BYTES);
+    let open = GracefulShutdown::new();
+    loop {
+        let stream = tokio::select! {
+            stream = listener.next() => stream,
+            // A sender that is gone means the same as true.
+            _ = stop.wait_for(|stop| *stop) => break,
+        };
+        let stream = match stream {
+            Ok(stream) => stream,
+            Err(error) => {
+                tracing::debug!(%error, "a connection was not accepted");
+                // A client that gave up again costs nothing; a lack of file descriptors lasts.
+                if !matches!(error.kind(), io::ErrorKind::ConnectionAborted | io::ErrorKind::ConnectionReset) {
+                    tokio::time::sleep(PAUSE_AFTER_ERROR).await;
+                }
+                continue;
+            }
+        };
+        let connection = builder.serve_connection(TokioIo::new(stream), TowerToHyperService::new(app.clone()));
+        let connection = open.watch(connection);
+        tokio::spawn(async move {
+            if let Err(error) = connection.await {
+                tracing::debug!(%error, "a connection broke off");
+            }
+        });
+    }
+    open.shutdown().await;
 }
 
 /// Whether a server that was killed left its socket behind.
 async fn is_stale_socket(path: &PathBuf) -> bool {
     use std::os::unix::fs::FileTypeExt;
     let is_socket = std::fs::symlink_metadata(path).is_ok_and(|metadata| metadata.file_type().is_socket());
-    is_socket
-        && tokio::net::UnixStream::connect(path)
-            .await
-            .is_err_and(|error| error.kind() == io::ErrorKind::ConnectionRefused)
+    is_socket && UnixStream::connect(path).await.is_err_and(|error| error.kind() == io::ErrorKind::ConnectionRefused)
 }
 
 /// Raises the limit of open files to what the system allows: 1,024, the usual default, is less than a
@@ -154,7 +207,7 @@ pub async fn drain(state: &Arc<AppState>, impatience: impl Future<Output = ()>) 
     tracing::warn!(requests = engine.in_flight(), "aborting what still runs");
     engine.abort();
     // The engine answers before its next step; one that hangs in a step must not hold up the end.
-    let patience = tokio::time::sleep(std::time::Duration::from_secs(5));
+    let patience = tokio::time::sleep(Duration::from_secs(5));
     tokio::select! {
         () = engine.drained() => {}
         () = patience => tracing::error!("the engine does not answer"),

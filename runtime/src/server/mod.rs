@@ -179,11 +179,8 @@ pub async fn serve<E: Send + 'static>(
     }
 }
 
-fn flatten<E>(ended: Result<io::Result<()>, tokio::task::JoinError>) -> Result<(), ServeError<E>> {
-    match ended {
-        Ok(result) => Ok(result?),
-        Err(error) => Err(ServeError::Io(io::Error::other(error))),
-    }
+fn flatten<E>(ended: Result<(), tokio::task::JoinError>) -> Result<(), ServeError<E>> {
+    ended.map_err(|error| ServeError::Io(io::Error::other(error)))
 }
 
 /// All routes, with authentication, limits, request ids and CORS around them.

@@ -195,7 +195,7 @@ async fn unix_sockets_are_bound_and_removed() {
     let (stop, stopped) = watch::channel(false);
     let serving = tokio::spawn(bound.serve(Router::new(), stopped));
     stop.send(true).unwrap();
-    serving.await.unwrap().unwrap();
+    serving.await.unwrap();
     assert!(!path.exists());
 }
 
