@@ -3,6 +3,7 @@
 // Axes: T tokens, R rows of logits, K in-features, V rows of the head. Grids are (rows, columns): x has no limit that a step
 // could reach.
 
+#include "common/order.cuh"
 #include "forward/floats.cuh"
 
 namespace {
@@ -29,6 +30,8 @@ struct alignas(16) Bf16x8 {
 
 // out [len] = x + offset, as f32; `type` of x.
 extern "C" __global__ void vt_widen(const void* x, uint32_t type, float offset, float* out, uint32_t len) {
+    let_next_start();
+    wait_for_previous();
     const uint32_t i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i < len) out[i] = load_float(x, type, i) + offset;
 }
@@ -37,6 +40,8 @@ extern "C" __global__ void vt_widen(const void* x, uint32_t type, float offset, 
 // multiples of 8.
 extern "C" __global__ void vt_gated(const __nv_bfloat16* x, uint32_t stride, uint32_t gate_at, uint32_t up_at, uint32_t width,
                                     uint32_t kind, uint32_t wide, __nv_bfloat16* out) {
+    let_next_start();
+    wait_for_previous();
     const __nv_bfloat16* row = x + static_cast<uint64_t>(blockIdx.x) * stride;
     __nv_bfloat16* to = out + static_cast<uint64_t>(blockIdx.x) * width;
     const uint32_t first = blockIdx.y * blockDim.x + threadIdx.x, step = gridDim.y * blockDim.x;
@@ -61,6 +66,8 @@ extern "C" __global__ void vt_gated(const __nv_bfloat16* x, uint32_t stride, uin
 
 // out [T, K] = x [T, K] * scale [K].
 extern "C" __global__ void vt_scale_inputs(const __nv_bfloat16* x, const float* scale, uint32_t width, __nv_bfloat16* out) {
+    let_next_start();
+    wait_for_previous();
     const uint64_t at = static_cast<uint64_t>(blockIdx.x) * width;
     for (uint32_t i = blockIdx.y * blockDim.x + threadIdx.x; i < width; i += gridDim.y * blockDim.x) {
         out[at + i] = __float2bfloat16_rn(__bfloat162float(x[at + i]) * scale[i]);
@@ -73,6 +80,8 @@ extern "C" __global__ void vt_scale_inputs(const __nv_bfloat16* x, const float* 
 extern "C" __global__ void vt_place_columns(const float* x, uint32_t from_stride, uint32_t from_at, uint32_t width,
                                             const float* scale, const float* bias, void* out, uint32_t out_type,
                                             uint32_t to_stride, uint32_t to_at, uint32_t accumulate) {
+    let_next_start();
+    wait_for_previous();
     const float* row = x + static_cast<uint64_t>(blockIdx.x) * from_stride + from_at;
     const uint64_t to = static_cast<uint64_t>(blockIdx.x) * to_stride + to_at;
     const float factor = scale == nullptr ? 1.0f : *scale;
@@ -90,6 +99,8 @@ extern "C" __global__ void vt_place_columns(const float* x, uint32_t from_stride
 
 // x = cap * tanh(x / cap), of the first `width` columns of x [R, stride].
 extern "C" __global__ void vt_soft_cap(float* x, uint32_t stride, uint32_t width, float cap) {
+    let_next_start();
+    wait_for_previous();
     float* row = x + static_cast<uint64_t>(blockIdx.x) * stride;
     for (uint32_t i = blockIdx.y * blockDim.x + threadIdx.x; i < width; i += gridDim.y * blockDim.x) {
         row[i] = cap * tanhf(row[i] / cap);

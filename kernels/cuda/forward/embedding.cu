@@ -2,6 +2,7 @@
 //
 // Axes: T tokens, K elements of a row. Grids are (tokens, columns); a thread decodes eight elements.
 
+#include "common/order.cuh"
 #include "gemm/raw.cuh"
 #include "gemm/tiled.cuh"
 
@@ -18,6 +19,8 @@ __device__ __forceinline__ u32 first_column() { return 8 * (blockIdx.y * blockDi
 
 // out [T, K] = rows of floats `data` [V, K]; `type` is a `ScaleType`.
 extern "C" __global__ void vt_embed_floats(const u8* data, u32 type, u32 width, const u32* tokens, float scale, float* out) {
+    let_next_start();
+    wait_for_previous();
     const ScalePlane plane{nullptr, type, 0, 0, 0};
     const u64 from = static_cast<u64>(tokens[blockIdx.x]) * width;
     const u32 k = first_column();
@@ -28,6 +31,8 @@ extern "C" __global__ void vt_embed_floats(const u8* data, u32 type, u32 width, 
 
 // The same of a matrix in tile order.
 extern "C" __global__ void vt_embed_tiled(const __grid_constant__ Tiled w, const u32* tokens, float scale, float* out) {
+    let_next_start();
+    wait_for_previous();
     const u32 k = first_column();
     if (k >= w.k) return;
     float eight[8];
@@ -37,6 +42,8 @@ extern "C" __global__ void vt_embed_tiled(const __grid_constant__ Tiled w, const
 
 // The same of raw ggml blocks.
 extern "C" __global__ void vt_embed_raw(const __grid_constant__ Raw w, const u32* tokens, float scale, float* out) {
+    let_next_start();
+    wait_for_previous();
     const u32 k = first_column();
     if (k >= w.k) return;
     const u64 block = static_cast<u64>(tokens[blockIdx.x]) * (w.k / w.weights) + k / w.weights;

@@ -3,6 +3,7 @@
 // Axes: T tokens, H heads, D elements of a head. A row is reduced by one thread block (a head by one warp) in an order that
 // depends on its width alone, so that a token's result does not depend on its neighbours.
 
+#include "common/order.cuh"
 #include "forward/floats.cuh"
 #include "kv_cache/layout.cuh"
 
@@ -28,6 +29,8 @@ __device__ __forceinline__ float inverse_rms(float sum, uint32_t width, float ep
 // where `rows` is null. One block a row.
 extern "C" __global__ void vt_rms_norm(const float* x, const uint32_t* rows, const float* weight, __nv_bfloat16* out,
                                        uint32_t width, float eps) {
+    let_next_start();
+    wait_for_previous();
     __shared__ float partial[32];
     const uint64_t from = rows == nullptr ? blockIdx.x : rows[blockIdx.x];
     const float* row = x + from * width;
@@ -50,6 +53,8 @@ extern "C" __global__ void vt_rms_norm(const float* x, const uint32_t* rows, con
 // a row.
 extern "C" __global__ void vt_post_norm_add(const float* block, const float* post, float* residual, const float* next,
                                             __nv_bfloat16* out, uint32_t width, float eps) {
+    let_next_start();
+    wait_for_previous();
     __shared__ float partial[32];
     const uint64_t at = static_cast<uint64_t>(blockIdx.x) * width;
     const float* row = block + at;
@@ -75,6 +80,8 @@ extern "C" __global__ void vt_post_norm_add(const float* block, const float* pos
 // taken, as on the host: at large positions the rounding is part of what models were trained with.
 extern "C" __global__ void vt_rotations(const uint32_t* positions, const float* inv_freq, float factor, uint32_t half,
                                         uint32_t tokens, float2* angles) {
+    let_next_start();
+    wait_for_previous();
     const uint64_t i = static_cast<uint64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
     if (i >= static_cast<uint64_t>(tokens) * half) return;
     const float angle = static_cast<float>(positions[i / half]) * inv_freq[i % half];
@@ -203,9 +210,13 @@ __device__ __forceinline__ void heads_to_cache(const Heads& p, const Store& stor
 // Norms and rotates the query heads in place, and the key heads into the cache, where the values go too. One warp a head:
 // grid (tokens, heads / warps of a block).
 extern "C" __global__ void vt_heads_to_cache_bf16(const __grid_constant__ Heads p, const __grid_constant__ Store store) {
+    let_next_start();
+    wait_for_previous();
     heads_to_cache<__nv_bfloat16>(p, store);
 }
 
 extern "C" __global__ void vt_heads_to_cache_e4m3(const __grid_constant__ Heads p, const __grid_constant__ Store store) {
+    let_next_start();
+    wait_for_previous();
     heads_to_cache<__nv_fp8_e4m3>(p, store);
 }

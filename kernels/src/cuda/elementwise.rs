@@ -92,7 +92,7 @@ impl ElementwiseKernels {
         let mut arguments = arguments![x, code, offset, out, len_arg];
         let blocks = (len as u32).div_ceil(THREADS);
         // SAFETY: the types and order of the kernel; the caller's addresses are device memory of the shapes named above.
-        unsafe { self.widen.launch(stream, [blocks, 1, 1], [THREADS, 1, 1], 0, &mut arguments) }
+        unsafe { self.widen.launch_early(stream, [blocks, 1, 1], [THREADS, 1, 1], 0, &mut arguments) }
     }
 
     /// `out` bf16 `[rows, width] = gate(g) * u`, where row `r` of `x` bf16 `[rows, stride]` holds `g` at `gate_at` and `u` at
@@ -124,7 +124,7 @@ impl ElementwiseKernels {
         let mut arguments = arguments![x, stride_arg, gate_arg, up_arg, width_arg, kind, wide, out];
         let grid = grid(rows, width, if aligned { WIDE } else { 1 });
         // SAFETY: as above.
-        unsafe { self.gated.launch(stream, grid, [THREADS, 1, 1], 0, &mut arguments) }
+        unsafe { self.gated.launch_early(stream, grid, [THREADS, 1, 1], 0, &mut arguments) }
     }
 
     /// `out` bf16 `[T, K] = x` bf16 `[T, K] * scale` f32 `[K]`.
@@ -143,7 +143,7 @@ impl ElementwiseKernels {
         let width_arg = width as u32;
         let mut arguments = arguments![x, scale, width_arg, out];
         // SAFETY: as above.
-        unsafe { self.scale_inputs.launch(stream, grid(tokens, width, 1), [THREADS, 1, 1], 0, &mut arguments) }
+        unsafe { self.scale_inputs.launch_early(stream, grid(tokens, width, 1), [THREADS, 1, 1], 0, &mut arguments) }
     }
 
     /// `width` columns of f32 rows into another place, times one f32 at the address `scale`, plus `bias` f32 `[width]`.
@@ -170,7 +170,7 @@ impl ElementwiseKernels {
         let mut arguments =
             arguments![x, from_stride, from_at, width_arg, scale, bias, out, out_type, to_stride, to_at, accumulate];
         // SAFETY: as above.
-        unsafe { self.place_columns.launch(stream, grid(rows, width, 1), [THREADS, 1, 1], 0, &mut arguments) }
+        unsafe { self.place_columns.launch_early(stream, grid(rows, width, 1), [THREADS, 1, 1], 0, &mut arguments) }
     }
 
     /// `x = cap * tanh(x / cap)` in the first `width` columns of `x` f32 `[R, stride]`.
@@ -189,6 +189,6 @@ impl ElementwiseKernels {
         let (stride_arg, width_arg) = (stride as u32, width as u32);
         let mut arguments = arguments![x, stride_arg, width_arg, cap];
         // SAFETY: as above.
-        unsafe { self.soft_cap.launch(stream, grid(rows, width, 4), [THREADS, 1, 1], 0, &mut arguments) }
+        unsafe { self.soft_cap.launch_early(stream, grid(rows, width, 4), [THREADS, 1, 1], 0, &mut arguments) }
     }
 }

@@ -14,6 +14,9 @@ macro_rules! arguments {
 }
 pub(super) use arguments;
 
+/// The first compute capability whose kernels can start before the ones before them end.
+const EARLY_CAPABILITY: u32 = 90;
+
 /// A fatbin of this build, loaded into a context.
 #[derive(Debug)]
 pub(super) struct Module {
@@ -103,5 +106,53 @@ impl Function {
             result::launch_kernel(self.function, grid.into(), block.into(), shared_bytes, stream.stream, arguments)
         }
         .named("cuLaunchKernel")
+    }
+
+    /// As [`Function::launch`], but the kernel may be put on the device while the one before it in the stream still runs,
+    /// where the device can do that: its start is hidden. It begins with `wait_for_previous()` of `common/order.cuh`, and
+    /// does before nothing that depends on earlier work.
+    ///
+    /// # Errors
+    /// [`CudaError::Call`].
+    ///
+    /// # Safety
+    /// As for [`Function::launch`], and the kernel waits as said.
+    pub(super) unsafe fn launch_early(
+        &self,
+        stream: &CudaStream,
+        grid: [u32; 3],
+        block: [u32; 3],
+        shared_bytes: u32,
+        arguments: &mut [*mut c_void],
+    ) -> Result<(), CudaError> {
+        if self.module.context.attributes().capability < EARLY_CAPABILITY {
+            // SAFETY: the caller's promise.
+            return unsafe { self.launch(stream, grid, block, shared_bytes, arguments) };
+        }
+        if grid.contains(&0) {
+            return Ok(());
+        }
+        self.module.context.bind()?;
+        let mut attribute = sys::CUlaunchAttribute {
+            id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+            pad: [0; 4],
+            value: sys::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
+        };
+        let config = sys::CUlaunchConfig {
+            gridDimX: grid[0],
+            gridDimY: grid[1],
+            gridDimZ: grid[2],
+            blockDimX: block[0],
+            blockDimY: block[1],
+            blockDimZ: block[2],
+            sharedMemBytes: shared_bytes,
+            hStream: stream.stream,
+            attrs: &raw mut attribute,
+            numAttrs: 1,
+        };
+        // SAFETY: the caller's promise; the configuration and its attribute are read during the call.
+        unsafe { sys::cuLaunchKernelEx(&raw const config, self.function, arguments.as_mut_ptr(), std::ptr::null_mut()) }
+            .result()
+            .named("cuLaunchKernelEx")
     }
 }

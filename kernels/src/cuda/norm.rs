@@ -119,7 +119,9 @@ impl NormKernels {
         let (rows, width_arg) = (rows.unwrap_or(0), width as u32);
         let mut arguments = arguments![x, rows, weight, out, width_arg, eps];
         // SAFETY: the types and order of the kernel; the caller's addresses are device memory of the shapes named above.
-        unsafe { self.rms_norm.launch(stream, [count as u32, 1, 1], [row_threads(width), 1, 1], 0, &mut arguments) }
+        unsafe {
+            self.rms_norm.launch_early(stream, [count as u32, 1, 1], [row_threads(width), 1, 1], 0, &mut arguments)
+        }
     }
 
     /// `residual` f32 `[T, width] += rms_norm(block) * post`; then, where `next` names weights and a bf16 result,
@@ -143,7 +145,13 @@ impl NormKernels {
         let mut arguments = arguments![block, post, residual, next_weight, out, width_arg, eps];
         // SAFETY: as above.
         unsafe {
-            self.post_norm_add.launch(stream, [tokens as u32, 1, 1], [row_threads(width), 1, 1], 0, &mut arguments)
+            self.post_norm_add.launch_early(
+                stream,
+                [tokens as u32, 1, 1],
+                [row_threads(width), 1, 1],
+                0,
+                &mut arguments,
+            )
         }
     }
 
@@ -167,7 +175,7 @@ impl NormKernels {
         let blocks = (tokens * half).div_ceil(128) as u32;
         let mut arguments = arguments![positions, frequencies, factor, half_arg, tokens_arg, angles];
         // SAFETY: as above.
-        unsafe { self.rotations.launch(stream, [blocks, 1, 1], [128, 1, 1], 0, &mut arguments) }
+        unsafe { self.rotations.launch_early(stream, [blocks, 1, 1], [128, 1, 1], 0, &mut arguments) }
     }
 
     /// Norms the query and key heads of `tokens` rows, where there are norms, rotates them, and writes keys and values into
@@ -203,6 +211,6 @@ impl NormKernels {
         let grid = [tokens as u32, (queries + 2 * keys).div_ceil(HEAD_WARPS), 1];
         // SAFETY: both are the kernels' parameters; heads lie inside rows and registers, which was checked, slots in the cache,
         // and the caller keeps what the addresses name.
-        unsafe { function.launch(stream, grid, [32 * HEAD_WARPS, 1, 1], 0, &mut arguments![heads, store]) }
+        unsafe { function.launch_early(stream, grid, [32 * HEAD_WARPS, 1, 1], 0, &mut arguments![heads, store]) }
     }
 }

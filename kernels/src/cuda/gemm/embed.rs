@@ -57,15 +57,15 @@ impl EmbeddingKernels {
         unsafe {
             match &matrix.form {
                 Form::Tiled { params, .. } => {
-                    self.tiled.launch(stream, grid, block, 0, &mut arguments![**params, tokens, scale, out])
+                    self.tiled.launch_early(stream, grid, block, 0, &mut arguments![**params, tokens, scale, out])
                 }
                 Form::Rows(rows) => {
                     let mut arguments = arguments![rows.data, rows.dtype, rows.k, tokens, scale, out];
-                    self.floats.launch(stream, grid, block, 0, &mut arguments)
+                    self.floats.launch_early(stream, grid, block, 0, &mut arguments)
                 }
                 Form::Raw { format, params } => {
                     let params = Raw { grid: gemm.codebook(format), ..*params };
-                    self.raw.launch(stream, grid, block, 0, &mut arguments![params, tokens, scale, out])
+                    self.raw.launch_early(stream, grid, block, 0, &mut arguments![params, tokens, scale, out])
                 }
             }
         }
