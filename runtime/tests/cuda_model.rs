@@ -324,6 +324,11 @@ fn check(path: &Path) {
     let among = follow_among_others(&mut model, &text);
     compared.check(&format!("{name} among others"), &among);
     check_choices(&name, &mut model);
+    let free = |model: &CudaModel| model.loaded().arena().memory().context().memory().unwrap().free;
+    let before = free(&model);
+    let replayed = follow_among_others(&mut model, &text);
+    assert_eq!(difference(&among, &replayed), 0.0, "{name}: the same batch gives the same bits");
+    assert_eq!(free(&model), before, "{name}: steps that have been seen allocate nothing on the device");
     drop(model);
 
     let mut eager = cuda(path, CudaKvType::Bf16, false, false);
