@@ -4,11 +4,10 @@
 
 mod common;
 
-use common::{Random, RandomMatrix};
+use common::{Random, encodings};
 use half::{bf16, f16};
 use std::sync::Arc;
 use vt_bundle::codec::ggml::raw;
-use vt_bundle::encoding;
 use vt_kernels::activation::{self, Gate};
 use vt_kernels::cuda::elementwise::{Columns, ElementwiseKernels, Placing};
 use vt_kernels::cuda::gemm::{DeviceMatrix, EmbeddingKernels, Gemm};
@@ -325,9 +324,9 @@ fn embeddings_of_every_storage() {
         let weight = Weight::Rows(RowsWeight::new(dtype, 40, width, &data).unwrap());
         check_embedding(&device, "floats", &weight, 40, scale, &mut random);
     }
-    for spec in encoding::all() {
-        let matrix = RandomMatrix::new(spec, 512, &[100], 32, [32, 32], &mut random);
-        check_embedding(&device, spec.decode, &matrix.weight(), 100, 1.0, &mut random);
+    for case in encodings() {
+        let matrix = case.matrix(768, &[100], &mut random);
+        check_embedding(&device, case.spec.decode, &matrix.weight(), 100, 1.0, &mut random);
     }
     for format in raw::FORMATS {
         // Any bytes are codes; scales stay finite where no exponent is all ones.
