@@ -2,8 +2,9 @@
 //
 // A sequence's positions are cut into chunks whose length depends on that sequence alone, so that its result does not
 // depend on its neighbours. A unit of work is one chunk of one key/value head, computed by four warps for all query heads
-// of the group; a fixed grid takes units in turn. Warps take blocks of 16 positions in turn and their sums are merged in
-// order; the last thread block to finish a head of a sequence merges its chunks, in order too.
+// of the group; a fixed grid takes units in turn. Warps take blocks of 16 positions in turn, load the next block (of the
+// next unit, where this one ends) while they compute, and their sums are merged in order by one of them. The last thread
+// block to finish a head of a sequence merges its chunks, in order too.
 //
 // Keys and values go from memory straight into the registers that mma.sync wants: the products are S^T = K Q^T and
 // O^T = V^T P^T, whose 16-row operands are keys and values and whose 8 columns are query heads. The order of elements
@@ -36,8 +37,9 @@ struct Decode {
     const uint32_t* block_tables;
     // Per sequence and key/value head, chunks that are done; zero between launches.
     uint32_t* counters;
-    // Per chunk and query head, [D] sums, the largest score and the sum of weights.
+    // Per chunk and query head, [D] sums; the largest score and the sum of weights.
     float* partial;
+    float2* stats;
     uint32_t stride, queries_at, out_stride;
     uint32_t sequences, table_stride;
     uint32_t kv_heads, group, dim;
@@ -252,10 +254,13 @@ __device__ __forceinline__ void weigh(const Decode& p, float (&s)[Columns][4], u
             b = vt::exp2_fast(fmaf(b, p.scores.log2_scale, -shift));
             sums.weight[c][i] = sums.weight[c][i] * factor + (a + b);
             s[c][i] = a, s[c][i + 2] = b;
+            // As a rule the maximum stays.
+            if (__any_sync(~0u, factor != 1.0f)) {
 #pragma unroll
-            for (uint32_t m = 0; m < D / 16; ++m) {
-                sums.values[c][m][i] *= factor;
-                sums.values[c][m][i + 2] *= factor;
+                for (uint32_t m = 0; m < D / 16; ++m) {
+                    sums.values[c][m][i] *= factor;
+                    sums.values[c][m][i + 2] *= factor;
+                }
             }
         }
         weights[c][0] = vt::transpose(vt::pack(s[c][0], s[c][1]));
@@ -307,10 +312,11 @@ __device__ __forceinline__ void store(Sums<D, Columns>& sums, Merge<D, Columns>&
             weight += __shfl_xor_sync(~0u, weight, 16);
             if (g == 0) merge.most[warp][head] = sums.most[c][i], merge.weight[warp][head] = weight;
 #pragma unroll
-            for (uint32_t m = 0; m < D / 16; ++m) {
-                const uint32_t d = 64 * (m / 4) + 8 * g + 2 * (m % 4);
-                *reinterpret_cast<float2*>(&merge.values[warp][head][d]) =
-                    make_float2(sums.values[c][m][i], sums.values[c][m][i + 2]);
+            for (uint32_t j = 0; j < D / 64; ++j) {
+                float4* to = reinterpret_cast<float4*>(&merge.values[warp][head][64 * j + 8 * g]);
+                const float(*v)[4] = &sums.values[c][4 * j];
+                to[0] = make_float4(v[0][i], v[0][i + 2], v[1][i], v[1][i + 2]);
+                to[1] = make_float4(v[2][i], v[2][i + 2], v[3][i], v[3][i + 2]);
             }
         }
     }
@@ -321,125 +327,197 @@ __device__ __forceinline__ float relative(const Decode& p, float own, float most
     return own == -INFINITY ? 0.0f : vt::exp2_fast((own - most) * p.scores.log2_scale);
 }
 
-// Merges a head's chunks, in order.
-__device__ __forceinline__ void merge_chunks(const Decode& p, const Unit& u) {
-    const uint32_t heads = p.kv_heads * p.group, record = p.dim + 2;
-    for (uint32_t i = threadIdx.x; i < p.group * p.dim; i += kThreads) {
-        const uint32_t head = u.head * p.group + i / p.dim, d = i % p.dim;
-        const float* first = p.partial + (static_cast<uint64_t>(u.first_chunk) * heads + head) * record;
-        const uint64_t step = static_cast<uint64_t>(heads) * record;
-        float most = -INFINITY;
-        for (uint32_t c = 0; c < u.chunks; ++c) most = fmaxf(most, __ldcg(first + c * step + p.dim));
-        float sum = 0.0f, weight = 0.0f;
-#pragma unroll 4
-        for (uint32_t c = 0; c < u.chunks; ++c) {
-            const float* chunk = first + c * step;
-            const float factor = relative(p, __ldcg(chunk + p.dim), most);
-            sum += __ldcg(chunk + d) * factor;
-            weight += __ldcg(chunk + p.dim + 1) * factor;
+__device__ __forceinline__ void write_out(const Decode& p, const Unit& u, uint32_t head, uint32_t d, float4 sum, float weight) {
+    const float factor = p.value_scale / weight;
+    __nv_bfloat16* to = p.out + static_cast<uint64_t>(p.rows[u.sequence]) * p.out_stride + head * p.dim + d;
+    *reinterpret_cast<uint2*>(to) =
+        make_uint2(vt::pack(sum.x * factor, sum.y * factor), vt::pack(sum.z * factor, sum.w * factor));
+}
+
+// One warp merges the sums of all warps, in order, and writes the chunk's, or the result where there is one chunk.
+template <uint32_t D, uint32_t Columns>
+__device__ __forceinline__ void merge_warps(const Decode& p, const Unit& u, const Merge<D, Columns>& merge, uint32_t lane) {
+    const uint32_t heads = p.kv_heads * p.group;
+    for (uint32_t h = 0; h < p.group; ++h) {
+        const uint32_t head = u.head * p.group + h;
+        float most = merge.most[0][h], weight = 0.0f, factor[kWarps];
+#pragma unroll
+        for (uint32_t w = 1; w < kWarps; ++w) most = fmaxf(most, merge.most[w][h]);
+#pragma unroll
+        for (uint32_t w = 0; w < kWarps; ++w) {
+            factor[w] = relative(p, merge.most[w][h], most);
+            weight += merge.weight[w][h] * factor[w];
         }
-        p.out[static_cast<uint64_t>(p.rows[u.sequence]) * p.out_stride + head * p.dim + d] =
-            __float2bfloat16(sum * (p.value_scale / weight));
+        const uint64_t record = static_cast<uint64_t>(u.chunk) * heads + head;
+        for (uint32_t d = lane * 4; d < p.dim; d += 128) {
+            float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll
+            for (uint32_t w = 0; w < kWarps; ++w) {
+                const float4 v = *reinterpret_cast<const float4*>(&merge.values[w][h][d]);
+                sum.x += v.x * factor[w], sum.y += v.y * factor[w], sum.z += v.z * factor[w], sum.w += v.w * factor[w];
+            }
+            if (u.chunks == 1) write_out(p, u, head, d, sum, weight);
+            else __stcg(reinterpret_cast<float4*>(p.partial + record * p.dim + d), sum);
+        }
+        if (u.chunks > 1 && lane == 0) __stcg(p.stats + record, make_float2(most, weight));
     }
 }
+
+// Merges the chunks of a head of a sequence, in order; a warp takes a query head.
+__device__ __forceinline__ void merge_chunks(const Decode& p, const Unit& u, uint32_t warp, uint32_t lane) {
+    const uint32_t heads = p.kv_heads * p.group;
+    for (uint32_t h = warp; h < p.group; h += kWarps) {
+        const uint32_t head = u.head * p.group + h;
+        const uint64_t first = static_cast<uint64_t>(u.first_chunk) * heads + head;
+        float most = -INFINITY;
+        for (uint32_t c = lane; c < u.chunks; c += 32) most = fmaxf(most, __ldcg(p.stats + first + c * heads).x);
+#pragma unroll
+        for (uint32_t step = 16; step > 0; step /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
+        // A lane holds 4 elements of each 128.
+        float4 sums[2] = {};
+        float weight = 0.0f;
+        for (uint32_t base = 0; base < u.chunks; base += 32) {
+            float2 own = make_float2(-INFINITY, 0.0f);
+            if (base + lane < u.chunks) own = __ldcg(p.stats + first + (base + lane) * heads);
+            const float factor = relative(p, own.x, most), part = own.y * factor;
+            const uint32_t count = min(32u, u.chunks - base);
+            const float* from = p.partial + (first + static_cast<uint64_t>(base) * heads) * p.dim + lane * 4;
+#pragma unroll 8
+            for (uint32_t c = 0; c < count; ++c) {
+                const float f = __shfl_sync(~0u, factor, c);
+                weight += __shfl_sync(~0u, part, c);
+#pragma unroll
+                for (uint32_t i = 0; i < 2; ++i) {
+                    if (128 * i + lane * 4 >= p.dim) continue;
+                    const float4 v =
+                        __ldcg(reinterpret_cast<const float4*>(from + static_cast<uint64_t>(c) * heads * p.dim + 128 * i));
+                    sums[i].x += v.x * f, sums[i].y += v.y * f, sums[i].z += v.z * f, sums[i].w += v.w * f;
+                }
+            }
+        }
+#pragma unroll
+        for (uint32_t i = 0; i < 2; ++i) {
+            const uint32_t d = 128 * i + lane * 4;
+            if (d < p.dim) write_out(p, u, head, d, sums[i], weight);
+        }
+    }
+}
+
+// A warp's next block in its stream of blocks, through all units of its thread block.
+struct Place {
+    uint32_t index;
+    Unit unit;
+    uint32_t block, end;
+    // Where the block is stored.
+    uint32_t stored;
+
+    __device__ __forceinline__ void enter(const Decode& p, const uint32_t* prefix, uint32_t warp) {
+        unit = unit_of(p, prefix, index);
+        block = unit.begin / kBlockLen + warp;
+        end = (unit.end + kBlockLen - 1) / kBlockLen;
+    }
+
+    // Finds the stored block, in the next unit that has one for this warp if this unit has no more.
+    __device__ __forceinline__ void settle(const Decode& p, const uint32_t* prefix, uint32_t units, uint32_t warp) {
+        while (block >= end) {
+            index += gridDim.x;
+            if (index >= units) return;
+            enter(p, prefix, warp);
+        }
+        stored = p.block_tables[static_cast<uint64_t>(unit.sequence) * p.table_stride + block];
+    }
+};
+
+// A finished head of a sequence, for all warps to merge.
+struct Finished {
+    Unit unit;
+    bool any;
+};
 
 template <typename T, uint32_t D, uint32_t Columns>
 __device__ __forceinline__ void decode(const Decode& p) {
     extern __shared__ __align__(16) uint8_t shared[];
-    Merge<D, Columns>& merge = *reinterpret_cast<Merge<D, Columns>*>(shared);
-    uint32_t* prefix = reinterpret_cast<uint32_t*>(shared + sizeof(Merge<D, Columns>));
-    __shared__ bool last;
+    // Two, so that one warp merges a unit while the others compute the next.
+    Merge<D, Columns>* merges = reinterpret_cast<Merge<D, Columns>*>(shared);
+    uint32_t* prefix = reinterpret_cast<uint32_t*>(shared + 2 * sizeof(Merge<D, Columns>));
+    __shared__ Finished finished[2];
     // The registers of a head of 256 elements do not hold the next block too.
     constexpr bool kAhead = D * Columns <= 128;
 
+    if (threadIdx.x < 2) finished[threadIdx.x].any = false;
     count_chunks(p, prefix);
     const uint32_t units = prefix[p.sequences] * p.kv_heads;
-    const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    // The same in all lanes, which the compiler cannot see otherwise.
+    const uint32_t warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
     const uint64_t to_values = vt::values_offset(p.kv_heads, p.dim);
+    if (blockIdx.x >= units) return;
 
-    for (uint32_t index = blockIdx.x; index < units; index += gridDim.x) {
-        const Unit u = unit_of(p, prefix, index);
-        const uint32_t* table = p.block_tables + static_cast<uint64_t>(u.sequence) * p.table_stride;
-        const uint32_t end = (u.end + kBlockLen - 1) / kBlockLen;
-        uint32_t block = u.begin / kBlockLen + warp;
-
-        Queries<D, Columns> q;
-        Keys<T, D> keys;
-        Values<T, D> values;
+    const auto head_of = [&](const Place& place) {
+        return static_cast<const T*>(p.cache) + vt::keys_of(place.stored, p.kv_heads, place.unit.head, p.dim);
+    };
+    Place next;
+    next.index = blockIdx.x;
+    next.enter(p, prefix, warp);
+    Unit unit = next.unit;
+    next.settle(p, prefix, units, warp);
+    Queries<D, Columns> q;
+    Keys<T, D> keys;
+    Values<T, D> values;
+    if (next.index < units) {
+        q.load(p, next.unit, lane);
+        if (kAhead) {
+            keys.load(head_of(next), p.dim, lane);
+            values.load(head_of(next) + to_values, p.dim, lane, next.block * kBlockLen, next.unit.begin, next.unit.end);
+        }
+    }
+    uint32_t turn = 0;
+    for (uint32_t index = blockIdx.x; index < units; index += gridDim.x, ++turn) {
+        if (index != blockIdx.x) unit = unit_of(p, prefix, index);
         Sums<D, Columns> sums;
         sums.clear();
-        // The stored block of `block`, and of the next one.
-        uint32_t stored = block < end ? table[block] : 0;
-        uint32_t next = block + kWarps < end ? table[block + kWarps] : 0;
-        const T* head = static_cast<const T*>(p.cache) + vt::keys_of(stored, p.kv_heads, u.head, p.dim);
-        q.load(p, u, lane);
-        if (kAhead && block < end) {
-            keys.load(head, p.dim, lane);
-            values.load(head + to_values, p.dim, lane, block * kBlockLen, u.begin, u.end);
-        }
-        while (block < end) {
+        while (next.index == index) {
+            const uint32_t position = next.block * kBlockLen;
+            const T* head = head_of(next);
+            next.block += kWarps;
+            next.settle(p, prefix, units, warp);
+            const bool more = next.index < units;
             if (!kAhead) keys.load(head, p.dim, lane);
             float s[Columns][4];
             multiply_keys(keys, q, s);
-            if (!kAhead) values.load(head + to_values, p.dim, lane, block * kBlockLen, u.begin, u.end);
-            const uint32_t following = block + kWarps;
-            head = static_cast<const T*>(p.cache) + vt::keys_of(next, p.kv_heads, u.head, p.dim);
-            next = following + kWarps < end ? table[following + kWarps] : 0;
-            if (kAhead && following < end) keys.load(head, p.dim, lane);
+            if (!kAhead) values.load(head + to_values, p.dim, lane, position, unit.begin, unit.end);
+            if (kAhead && more) keys.load(head_of(next), p.dim, lane);
+            if (more && next.index != index) q.load(p, next.unit, lane);
             uint32_t weights[Columns][2];
-            weigh(p, s, block * kBlockLen, u.begin, u.end, lane, sums, weights);
+            weigh(p, s, position, unit.begin, unit.end, lane, sums, weights);
             multiply_values(values, weights, sums);
-            if (kAhead && following < end) {
-                values.load(head + to_values, p.dim, lane, following * kBlockLen, u.begin, u.end);
+            if (kAhead && more) {
+                values.load(head_of(next) + to_values, p.dim, lane, next.block * kBlockLen, next.unit.begin, next.unit.end);
             }
-            block = following;
         }
 
+        Merge<D, Columns>& merge = merges[turn % 2];
         store(sums, merge, warp, lane);
         __syncthreads();
-        const uint32_t heads = p.kv_heads * p.group;
-        for (uint32_t i = threadIdx.x; i < p.group * p.dim; i += kThreads) {
-            const uint32_t h = i / p.dim, d = i % p.dim;
-            float most = merge.most[0][h];
-#pragma unroll
-            for (uint32_t w = 1; w < kWarps; ++w) most = fmaxf(most, merge.most[w][h]);
-            float sum = 0.0f, weight = 0.0f;
-#pragma unroll
-            for (uint32_t w = 0; w < kWarps; ++w) {
-                const float factor = relative(p, merge.most[w][h], most);
-                sum += merge.values[w][h][d] * factor;
-                weight += merge.weight[w][h] * factor;
-            }
-            const uint32_t out_head = u.head * p.group + h;
-            if (u.chunks == 1) {
-                p.out[static_cast<uint64_t>(p.rows[u.sequence]) * p.out_stride + out_head * p.dim + d] =
-                    __float2bfloat16(sum * (p.value_scale / weight));
-            } else {
-                float* record = p.partial + (static_cast<uint64_t>(u.chunk) * heads + out_head) * (p.dim + 2);
-                __stcg(record + d, sum);
-                if (d == 0) {
-                    __stcg(record + p.dim, most);
-                    __stcg(record + p.dim + 1, weight);
+        // What was finished a unit ago: its warp has passed the barrier since.
+        if (finished[(turn + 1) % 2].any) merge_chunks(p, finished[(turn + 1) % 2].unit, warp, lane);
+        if (warp == turn % kWarps) {
+            merge_warps(p, unit, merge, lane);
+            bool last = false;
+            if (unit.chunks > 1) {
+                __threadfence();
+                __syncwarp();
+                if (lane == 0) {
+                    uint32_t* counter = p.counters + unit.sequence * p.kv_heads + unit.head;
+                    last = atomicAdd(counter, 1) == unit.chunks - 1;
+                    if (last) *counter = 0;
+                    __threadfence();
                 }
             }
+            if (lane == 0) finished[turn % 2] = {unit, last};
         }
-        if (u.chunks > 1) {
-            __threadfence();
-            __syncthreads();
-            if (threadIdx.x == 0) {
-                uint32_t* counter = p.counters + u.sequence * p.kv_heads + u.head;
-                last = atomicAdd(counter, 1) == u.chunks - 1;
-                if (last) *counter = 0;
-            }
-            __syncthreads();
-            if (last) {
-                __threadfence();
-                merge_chunks(p, u);
-            }
-        }
-        // The sums of the next unit overwrite what is being read.
-        __syncthreads();
     }
+    __syncthreads();
+    if (finished[(turn + 1) % 2].any) merge_chunks(p, finished[(turn + 1) % 2].unit, warp, lane);
 }
 
 }  // namespace

@@ -34,18 +34,17 @@ struct Route {
     uint32_t stride, at, tokens, count, top_k, normalise;
 };
 
-}  // namespace
-
-// Softmax over all experts, then the `top_k` most likely, the first of equals first: one warp a token. A row of NaN takes
-// experts in order, with weights that are NaN, so that everything after it stays in bounds and the logits show it.
-extern "C" __global__ void __launch_bounds__(128) vt_moe_route(const __grid_constant__ Route p) {
-    const uint32_t token = blockIdx.x * (blockDim.x / kWarp) + threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-    if (token >= p.tokens) return;
+// Softmax over all experts, then the `top_k` most likely, the first of equals first, by one warp; lane j gets the choice that
+// is j-th in order of the experts' indices. A row of NaN takes experts in order, with weights that are NaN, so that everything
+// after it stays in bounds and the logits show it. `PerLane` times 32 experts at most.
+template <uint32_t PerLane>
+__device__ __forceinline__ void choose(const Route& p, uint32_t token, uint32_t lane, uint32_t& expert_of_lane,
+                                       float& weight_of_lane) {
     const float* row = p.logits + static_cast<uint64_t>(token) * p.stride + p.at;
-    float own[kMostPerLane];
+    float own[PerLane];
     float most = -INFINITY;
 #pragma unroll
-    for (uint32_t i = 0; i < kMostPerLane; ++i) {
+    for (uint32_t i = 0; i < PerLane; ++i) {
         const uint32_t expert = i * kWarp + lane;
         own[i] = expert < p.count ? row[expert] : -INFINITY;
         most = fmaxf(most, own[i]);
@@ -53,54 +52,71 @@ extern "C" __global__ void __launch_bounds__(128) vt_moe_route(const __grid_cons
     most = warp_max(most);
     float sum = 0.0f;
 #pragma unroll
-    for (uint32_t i = 0; i < kMostPerLane; ++i) {
+    for (uint32_t i = 0; i < PerLane; ++i) {
         own[i] = i * kWarp + lane < p.count ? __expf(own[i] - most) : 0.0f;
         sum += own[i];
     }
     sum = warp_sum(sum);
 #pragma unroll
-    for (uint32_t i = 0; i < kMostPerLane; ++i) own[i] /= sum;
+    for (uint32_t i = 0; i < PerLane; ++i) own[i] /= sum;
 
     // Bit i: expert i * 32 + lane is taken.
-    uint32_t taken = 0;
-    // Lane j holds choice j.
-    uint32_t expert_of_lane = 0xFFFFFFFFu;
-    float weight_of_lane = 0.0f;
+    uint32_t taken = 0, chosen = 0xFFFFFFFFu;
+    // Of lane j, choice j in order of likelihood.
+    float weight_chosen = 0.0f;
     for (uint32_t j = 0; j < p.top_k; ++j) {
-        // Larger is better: the weight's bits (weights are not negative; NaN counts as less than 0), then the lower index.
-        uint64_t best = 0;
+        // Larger is better; weights are not negative, and NaN counts as less than 0.
+        uint32_t best = 0, expert = 0xFFFFFFFFu;
+#pragma unroll
+        for (uint32_t i = 0; i < PerLane; ++i) {
+            const uint32_t bits = own[i] >= 0.0f ? __float_as_uint(own[i]) + 2 : 1;
+            if (i * kWarp + lane < p.count && !(taken >> i & 1) && bits > best) best = bits, expert = i * kWarp + lane;
+        }
+        const uint32_t largest = __reduce_max_sync(~0u, best);
+        expert = __reduce_min_sync(~0u, best == largest ? expert : 0xFFFFFFFFu);
         float weight = 0.0f;
 #pragma unroll
-        for (uint32_t i = 0; i < kMostPerLane; ++i) {
-            const uint32_t expert = i * kWarp + lane;
-            if (expert >= p.count || (taken >> i & 1)) continue;
-            const uint32_t bits = own[i] >= 0.0f ? __float_as_uint(own[i]) + 2 : 1;
-            const uint64_t key = static_cast<uint64_t>(bits) << 32 | (0xFFFFFFFFu - expert);
-            if (key > best) best = key, weight = own[i];
+        for (uint32_t i = 0; i < PerLane; ++i) {
+            if (expert / kWarp == i) weight = own[i];
         }
-#pragma unroll
-        for (uint32_t step = 16; step > 0; step /= 2) {
-            const uint64_t other = __shfl_xor_sync(~0u, best, step);
-            const float other_weight = __shfl_xor_sync(~0u, weight, step);
-            if (other > best) best = other, weight = other_weight;
-        }
-        const uint32_t expert = 0xFFFFFFFFu - static_cast<uint32_t>(best);
+        weight = __shfl_sync(~0u, weight, expert % kWarp);
         if (expert % kWarp == lane) taken |= 1u << (expert / kWarp);
-        if (lane == j) expert_of_lane = expert, weight_of_lane = weight;
+        if (lane == j) chosen = expert, weight_chosen = weight;
     }
     if (p.normalise) {
         // In order of choice, as the formula is written.
         float total = 0.0f;
-        for (uint32_t j = 0; j < p.top_k; ++j) total += __shfl_sync(~0u, weight_of_lane, j);
-        weight_of_lane /= total;
+        for (uint32_t j = 0; j < p.top_k; ++j) total += __shfl_sync(~0u, weight_chosen, j);
+        weight_chosen /= total;
     }
     // Place among the choices, by index.
     uint32_t place = 0;
-    for (uint32_t j = 0; j < p.top_k; ++j) place += __shfl_sync(~0u, expert_of_lane, j) < expert_of_lane;
+    for (uint32_t j = 0; j < p.top_k; ++j) place += __shfl_sync(~0u, chosen, j) < chosen;
+    for (uint32_t j = 0; j < p.top_k; ++j) {
+        const uint32_t to = __shfl_sync(~0u, place, j);
+        const uint32_t expert = __shfl_sync(~0u, chosen, j);
+        const float weight = __shfl_sync(~0u, weight_chosen, j);
+        if (lane == to) expert_of_lane = expert, weight_of_lane = weight;
+    }
+}
+
+__device__ __forceinline__ void choose(const Route& p, uint32_t token, uint32_t lane, uint32_t& expert, float& weight) {
+    if (p.count <= 4 * kWarp) choose<4>(p, token, lane, expert, weight);
+    else choose<kMostPerLane>(p, token, lane, expert, weight);
+}
+
+}  // namespace
+
+// One warp a token.
+extern "C" __global__ void __launch_bounds__(128) vt_moe_route(const __grid_constant__ Route p) {
+    const uint32_t token = blockIdx.x * (blockDim.x / kWarp) + threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+    if (token >= p.tokens) return;
+    uint32_t expert = 0;
+    float weight = 0.0f;
+    choose(p, token, lane, expert, weight);
     if (lane < p.top_k) {
-        const uint64_t at = static_cast<uint64_t>(token) * p.top_k + place;
-        p.experts[at] = expert_of_lane;
-        p.weights[at] = weight_of_lane;
+        p.experts[static_cast<uint64_t>(token) * p.top_k + lane] = expert;
+        p.weights[static_cast<uint64_t>(token) * p.top_k + lane] = weight;
     }
 }
 
@@ -116,45 +132,121 @@ struct Sort {
 };
 
 // A stable counting sort, one thread block an expert: it counts the pairs of lower experts, then numbers its own.
-extern "C" __global__ void __launch_bounds__(256) vt_moe_sort(const __grid_constant__ Sort p) {
-    constexpr uint32_t kThreads = 256, kWarps = kThreads / kWarp;
-    __shared__ uint32_t counts[kWarps];
-    __shared__ uint32_t start;
+extern "C" __global__ void __launch_bounds__(1024) vt_moe_sort(const __grid_constant__ Sort p) {
+    constexpr uint32_t kThreads = 1024, kWarps = kThreads / kWarp;
+    __shared__ uint32_t counts[2][kWarps];
     const uint32_t expert = blockIdx.x, warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+    // Four pairs at a time; pairs beyond the end belong to no expert.
+    const auto load = [&](uint32_t first) {
+        if (first + 4 <= p.count) return *reinterpret_cast<const uint4*>(p.experts + first);
+        uint4 four = make_uint4(~0u, ~0u, ~0u, ~0u);
+        if (first < p.count) four.x = p.experts[first];
+        if (first + 1 < p.count) four.y = p.experts[first + 1];
+        if (first + 2 < p.count) four.z = p.experts[first + 2];
+        return four;
+    };
     uint32_t lower = 0;
-    for (uint32_t i = threadIdx.x; i < p.count; i += kThreads) lower += p.experts[i] < expert;
+#pragma unroll 4
+    for (uint32_t first = threadIdx.x * 4; first < p.count; first += kThreads * 4) {
+        const uint4 e = load(first);
+        lower += (e.x < expert) + (e.y < expert) + (e.z < expert) + (e.w < expert);
+    }
     lower = __reduce_add_sync(~0u, lower);
-    if (lane == 0) counts[warp] = lower;
+    if (lane == 0) counts[0][warp] = lower;
     __syncthreads();
+    uint32_t row = __reduce_add_sync(~0u, counts[0][lane]);
     if (threadIdx.x == 0) {
-        uint32_t sum = 0;
-        for (uint32_t w = 0; w < kWarps; ++w) sum += counts[w];
-        start = sum;
-        p.offsets[expert] = sum;
+        p.offsets[expert] = row;
         if (expert + 1 == gridDim.x) p.offsets[gridDim.x] = p.count;
     }
     __syncthreads();
-    uint32_t row = start;
-    for (uint32_t base = 0; base < p.count; base += kThreads) {
-        const uint32_t pair = base + threadIdx.x;
-        const bool own = pair < p.count && p.experts[pair] == expert;
-        const uint32_t ballot = __ballot_sync(~0u, own);
-        if (lane == 0) counts[warp] = __popc(ballot);
-        __syncthreads();
-        uint32_t before = 0, all = 0;
+    uint32_t turn = 0;
+    for (uint32_t base = 0; base < p.count; base += kThreads * 4, turn ^= 1) {
+        const uint32_t first = base + threadIdx.x * 4;
+        const uint4 e = load(first);
+        const uint32_t own[4] = {e.x == expert, e.y == expert, e.z == expert, e.w == expert};
+        const uint32_t sum = own[0] + own[1] + own[2] + own[3];
+        uint32_t inclusive = sum;
 #pragma unroll
-        for (uint32_t w = 0; w < kWarps; ++w) {
-            before += w < warp ? counts[w] : 0;
-            all += counts[w];
+        for (uint32_t step = 1; step < kWarp; step *= 2) {
+            const uint32_t other = __shfl_up_sync(~0u, inclusive, step);
+            if (lane >= step) inclusive += other;
         }
-        if (own) {
-            const uint32_t at = row + before + __popc(ballot & ((1u << lane) - 1));
-            p.pairs[at] = pair;
-            p.rows[pair] = at;
-        }
-        row += all;
+        // Two arrays in turn: a warp may be a pass ahead of one that still reads.
+        if (lane == kWarp - 1) counts[turn][warp] = inclusive;
         __syncthreads();
+        const uint32_t of_lane = counts[turn][lane];
+        uint32_t at = row + __reduce_add_sync(~0u, lane < warp ? of_lane : 0) + inclusive - sum;
+        row += __reduce_add_sync(~0u, of_lane);
+#pragma unroll
+        for (uint32_t i = 0; i < 4; ++i) {
+            if (own[i] == 0) continue;
+            p.pairs[at] = first + i;
+            p.rows[first + i] = at;
+            ++at;
+        }
     }
+}
+
+struct RouteAndSort {
+    Route route;
+    Sort sort;
+};
+
+// Both in one thread block, for up to 1024 pairs: a step of decoding waits for launches more than for work.
+extern "C" __global__ void __launch_bounds__(1024) vt_moe_route_few(const __grid_constant__ RouteAndSort p) {
+    constexpr uint32_t kThreads = 1024, kWarps = kThreads / kWarp, kMostExperts = kWarp * kMostPerLane;
+    // Expert of each pair; beyond them none.
+    __shared__ __align__(16) uint16_t experts[kThreads];
+    __shared__ uint32_t counts[kMostExperts], starts[kMostExperts], sums[kWarps];
+    const uint32_t warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+    experts[threadIdx.x] = 0xFFFF;
+    if (threadIdx.x < kMostExperts) counts[threadIdx.x] = 0;
+    __syncthreads();
+    const uint32_t top_k = p.route.top_k;
+    for (uint32_t token = warp; token < p.route.tokens; token += kWarps) {
+        uint32_t expert = 0;
+        float weight = 0.0f;
+        choose(p.route, token, lane, expert, weight);
+        if (lane < top_k) {
+            const uint32_t pair = token * top_k + lane;
+            p.route.experts[pair] = expert;
+            p.route.weights[pair] = weight;
+            experts[pair] = static_cast<uint16_t>(expert);
+            atomicAdd(counts + expert, 1);
+        }
+    }
+    __syncthreads();
+    const uint32_t own = threadIdx.x < kMostExperts ? counts[threadIdx.x] : 0;
+    uint32_t inclusive = own;
+#pragma unroll
+    for (uint32_t step = 1; step < kWarp; step *= 2) {
+        const uint32_t other = __shfl_up_sync(~0u, inclusive, step);
+        if (lane >= step) inclusive += other;
+    }
+    if (lane == kWarp - 1) sums[warp] = inclusive;
+    __syncthreads();
+    const uint32_t start = __reduce_add_sync(~0u, lane < warp ? sums[lane] : 0) + inclusive - own;
+    if (threadIdx.x < kMostExperts) starts[threadIdx.x] = start;
+    // Experts beyond the layer's have no pairs, so that the next one's start is the end.
+    if (threadIdx.x <= p.route.count) p.sort.offsets[threadIdx.x] = start;
+    __syncthreads();
+    const uint32_t pair = threadIdx.x;
+    if (pair >= p.sort.count) return;
+    const uint32_t expert = experts[pair];
+    uint32_t before = 0;
+    for (uint32_t base = 0; base <= pair; base += 8) {
+        const uint4 eight = *reinterpret_cast<const uint4*>(experts + base);
+        const uint32_t words[4] = {eight.x, eight.y, eight.z, eight.w};
+#pragma unroll
+        for (uint32_t i = 0; i < 8; ++i) {
+            const uint32_t other = words[i / 2] >> (16 * (i % 2)) & 0xFFFF;
+            before += base + i < pair && other == expert;
+        }
+    }
+    const uint32_t row = starts[expert] + before;
+    p.sort.pairs[row] = pair;
+    p.sort.rows[pair] = row;
 }
 
 struct Gather {

@@ -58,8 +58,17 @@ struct Sample {
     uint32_t* tokens;
     // [R, slices].
     uint64_t* best;
+    // [R].
+    vt::Buckets* buckets;
     uint32_t stride, size, slices;
 };
+
+// Ids of a slice; slices begin at whole words of the mask.
+__device__ __forceinline__ uint2 slice_of(const Sample& p, uint32_t slice) {
+    const uint32_t each = ((p.size + p.slices - 1) / p.slices + 31) / 32 * 32;
+    const uint32_t begin = min(slice * each, p.size);
+    return make_uint2(begin, min(begin + each, p.size));
+}
 
 constexpr uint64_t kNotANumber = ~0ull;
 
@@ -88,8 +97,10 @@ __device__ __forceinline__ bool has_choice(uint64_t best) {
 }
 
 // Log-probabilities of the most likely tokens of the raw row.
-__device__ void log_probabilities(Shared& s, const Row& row, const float* logits, uint32_t size, Result& result) {
+__device__ void log_probabilities(Shared& s, const Row& row, const float* logits, uint32_t size, vt::Buckets& buckets,
+                                  Result& result) {
     View view{logits, nullptr, size, 0.0f, 1.0, vt::kBucketsPerE, 0.0};
+    for (uint32_t i = threadIdx.x; i < vt::kBuckets; i += kThreads) buckets.count[i] = 0, buckets.weight[i] = {0, 0};
     const uint64_t own = best_of(s, view, 0, size);
     if (threadIdx.x == 0) s.found = own;
     __syncthreads();
@@ -99,20 +110,14 @@ __device__ void log_probabilities(Shared& s, const Row& row, const float* logits
         return;
     }
     view.largest = vt::unordered(static_cast<uint32_t>(best >> 32));
-    vt::fill_buckets(s, view, true);
-    uint64_t weight = 0, count = 0;
-    for (uint32_t i = threadIdx.x; i < vt::kBuckets; i += kThreads) weight += s.weight[i].value(), count += s.count[i];
-    const uint64_t weights = vt::scan(s, weight);
-    const uint64_t counts = vt::scan(s, count);
-    if (threadIdx.x == kThreads - 1) s.before_weight = weights, s.before_count = counts;
+    vt::fill_buckets(s, view, 0, size, buckets);
     __syncthreads();
-    const double normaliser =
-        static_cast<double>(view.largest) + log(static_cast<double>(s.before_weight) * (1.0 / vt::kOne));
-    const uint32_t top = static_cast<uint32_t>(min(static_cast<uint64_t>(min(row.logprobs, kTop)), s.before_count));
-    __syncthreads();
+    const vt::Totals totals = vt::load_buckets(s, buckets);
+    const double normaliser = static_cast<double>(view.largest) + log(static_cast<double>(totals.weight) * (1.0 / vt::kOne));
+    const uint32_t top = static_cast<uint32_t>(min(static_cast<uint64_t>(min(row.logprobs, kTop)), totals.count));
     if (threadIdx.x == 0) result.normaliser = normaliser, result.status = 0, result.top_count = top;
     if (top == 0) return;
-    uint32_t listed = vt::kBuckets;
+    vt::Listed listed{0, 0};
     const uint64_t least = vt::find(s, view, By::kCount, top - 1, listed).key;
     __syncthreads();
     if (threadIdx.x == 0) s.listed = 0;
@@ -155,11 +160,15 @@ __device__ __forceinline__ uint64_t share(double part, uint64_t sum) {
 // The token at which the running weight in order of ids exceeds its share `draw` of all.
 __device__ uint32_t draw_from_all(Shared& s, const View& view, double draw) {
     // Sums of runs of kThreads ids, in the places of the buckets.
+    s.powers.fill();
     for (uint32_t i = threadIdx.x; i < vt::kBuckets; i += kThreads) s.count[i] = 0, s.weight[i] = {0, 0};
     __syncthreads();
+    const auto weight_of = [&](float logit) {
+        const uint32_t bucket = logit > -INFINITY ? view.bucket(logit) : vt::kBuckets - 1;
+        return bucket < vt::kBuckets - 1 ? vt::fixed(view.weight(logit, bucket, s.powers)) : 0;
+    };
     view.each(0, view.size, [&](uint32_t id, float logit) {
-        const bool near = logit > -INFINITY && view.bucket(logit) < vt::kBuckets - 1;
-        const uint64_t sum = vt::warp_sum(near ? static_cast<uint64_t>(view.weight(logit) * vt::kOne) : 0);
+        const uint64_t sum = vt::warp_sum(weight_of(logit));
         if (threadIdx.x % 32 == 0 && sum != 0) s.weight[id / kThreads].add(sum);
     });
     __syncthreads();
@@ -173,27 +182,18 @@ __device__ uint32_t draw_from_all(Shared& s, const View& view, double draw) {
     const uint32_t id = s.place * kThreads + threadIdx.x;
     const bool allowed = id < view.size && (view.mask == nullptr || (view.mask[id / 32] >> (id % 32) & 1));
     const float logit = allowed ? view.logits[id] : -INFINITY;
-    const bool near = logit > -INFINITY && view.bucket(logit) < vt::kBuckets - 1;
-    own = near ? static_cast<uint64_t>(view.weight(logit) * vt::kOne) : 0;
+    own = weight_of(logit);
     const uint64_t sum = vt::scan(s, own);
     if (sum - own <= target && target < sum) s.place = id;
     __syncthreads();
     return s.place;
 }
 
-__device__ uint32_t draw_from_likely(Shared& s, const View& view, const Row& row, bool limited, double draw) {
-    vt::fill_buckets(s, view, limited);
-    uint64_t weight = 0, count = 0;
-    for (uint32_t i = threadIdx.x; i < vt::kBuckets; i += kThreads) weight += s.weight[i].value(), count += s.count[i];
-    const uint64_t weights = vt::scan(s, weight);
-    const uint64_t counts = vt::scan(s, count);
-    if (threadIdx.x == kThreads - 1) s.before_weight = weights, s.before_count = counts;
-    __syncthreads();
-    uint64_t kept = s.before_weight;
-    const bool more = limited && row.top_k < s.before_count;
-    __syncthreads();
-    uint32_t listed = vt::kBuckets;
-    if (more) kept = vt::find(s, view, By::kCount, row.top_k - 1, listed).weight;
+__device__ uint32_t draw_from_likely(Shared& s, const View& view, const Row& row, const vt::Buckets& buckets, double draw) {
+    const vt::Totals totals = vt::load_buckets(s, buckets);
+    uint64_t kept = totals.weight;
+    vt::Listed listed{0, 0};
+    if (row.top_k > 0 && row.top_k < totals.count) kept = vt::find(s, view, By::kCount, row.top_k - 1, listed).weight;
     if (row.top_p < 1.0f) {
         // The first sum that reaches the share: the first above the integer below it.
         const double reach = ceil(static_cast<double>(row.top_p) * static_cast<double>(kept));
@@ -201,6 +201,26 @@ __device__ uint32_t draw_from_likely(Shared& s, const View& view, const Row& row
         kept = vt::find(s, view, By::kWeight, target, listed).weight;
     }
     return vt::id_of(vt::find(s, view, By::kWeight, share(draw, kept), listed).key);
+}
+
+// How a row is sampled once its best token is known.
+__device__ __forceinline__ View view_of(const Sample& p, const Row& row, const float* logits, uint64_t best) {
+    View view{logits, row.mask, p.size, vt::unordered(static_cast<uint32_t>(best >> 32)), 0.0, 0.0f, 0.0};
+    view.scale = 1.0 / static_cast<double>(row.temperature);
+    view.bucket_scale = vt::kBucketsPerE / row.temperature;
+    view.least = max(static_cast<double>(row.min_p), 0.0);
+    return view;
+}
+
+// Whether every token may be drawn, in order of ids; otherwise the likely ones are, in order of likelihood.
+__device__ __forceinline__ bool draws_from_all(const Sample& p, const Row& row) {
+    return (row.top_k == 0 || row.top_k >= p.size) && row.top_p >= 1.0f && row.min_p <= 0.0f;
+}
+
+__device__ __forceinline__ uint64_t best_of_slices(const Sample& p, uint32_t row) {
+    uint64_t best = 0;
+    for (uint32_t i = 0; i < p.slices; ++i) best = max(best, p.best[static_cast<uint64_t>(row) * p.slices + i]);
+    return best;
 }
 
 }  // namespace
@@ -212,17 +232,20 @@ extern "C" __global__ void __launch_bounds__(kThreads) vt_sample_prepare(const _
     float* logits = p.logits + static_cast<uint64_t>(blockIdx.x) * p.stride;
     Result& result = p.results[blockIdx.x];
     if (row.logprobs != kNone) {
-        log_probabilities(s, row, logits, p.size, result);
+        log_probabilities(s, row, logits, p.size, p.buckets[blockIdx.x], result);
         __syncthreads();
     } else if (threadIdx.x == 0) {
         result.normaliser = 0.0, result.status = 0, result.top_count = 0;
     }
+    vt::Buckets& buckets = p.buckets[blockIdx.x];
+    for (uint32_t i = threadIdx.x; i < vt::kBuckets; i += kThreads) buckets.count[i] = 0, buckets.weight[i] = {0, 0};
     for (uint32_t i = threadIdx.x; i < row.entry_count; i += kThreads) {
         Entry& entry = row.entries[i];
         if (entry.token >= p.size) continue;
         float logit = logits[entry.token];
         entry.raw = logit;
-        logit = __fadd_rn(logit, entry.bias);
+        // Nothing is added where there is no bias: it would change the sign of a zero.
+        if (entry.bias != 0.0f) logit = __fadd_rn(logit, entry.bias);
         const uint32_t count = entry.count & ~kPrompt;
         if (row.repetition_penalty != 1.0f && entry.count != 0) {
             logit = logit > 0.0f ? __fdiv_rn(logit, row.repetition_penalty) : __fmul_rn(logit, row.repetition_penalty);
@@ -240,11 +263,21 @@ extern "C" __global__ void __launch_bounds__(kThreads) vt_sample_best(const __gr
     __shared__ Shared s;
     const float* logits = p.logits + static_cast<uint64_t>(blockIdx.y) * p.stride;
     const View view{logits, p.rows[blockIdx.y].mask, p.size, 0.0f, 1.0, 1.0f, 0.0};
-    // Slices begin at whole words of the mask.
-    const uint32_t each = ((p.size + p.slices - 1) / p.slices + 31) / 32 * 32;
-    const uint32_t begin = min(blockIdx.x * each, p.size), end = min(begin + each, p.size);
-    const uint64_t best = best_of(s, view, begin, end);
+    const uint2 slice = slice_of(p, blockIdx.x);
+    const uint64_t best = best_of(s, view, slice.x, slice.y);
     if (threadIdx.x == 0) p.best[static_cast<uint64_t>(blockIdx.y) * p.slices + blockIdx.x] = best;
+}
+
+// The buckets of the rows that draw from the likely tokens: grid (slices, rows).
+extern "C" __global__ void __launch_bounds__(kThreads) vt_sample_buckets(const __grid_constant__ Sample p) {
+    __shared__ Shared s;
+    const Row& row = p.rows[blockIdx.y];
+    if (!(row.temperature > 0.0f) || draws_from_all(p, row)) return;
+    const uint64_t best = best_of_slices(p, blockIdx.y);
+    if (!has_choice(best)) return;
+    const View view = view_of(p, row, p.logits + static_cast<uint64_t>(blockIdx.y) * p.stride, best);
+    const uint2 slice = slice_of(p, blockIdx.x);
+    vt::fill_buckets(s, view, slice.x, slice.y, p.buckets[blockIdx.y]);
 }
 
 // Chooses, and puts back the logits that bias and penalties changed: one thread block a row.
@@ -253,21 +286,16 @@ extern "C" __global__ void __launch_bounds__(kThreads) vt_sample_choose(const __
     const Row& row = p.rows[blockIdx.x];
     float* logits = p.logits + static_cast<uint64_t>(blockIdx.x) * p.stride;
     Result& result = p.results[blockIdx.x];
-    uint64_t best = 0;
-    for (uint32_t i = 0; i < p.slices; ++i) best = max(best, p.best[static_cast<uint64_t>(blockIdx.x) * p.slices + i]);
+    const uint64_t best = best_of_slices(p, blockIdx.x);
     uint32_t token = 0;
     const bool choice = has_choice(best);
     if (choice) {
         token = vt::id_of(best);
         if (row.temperature > 0.0f) {
-            View view{logits, row.mask, p.size, vt::unordered(static_cast<uint32_t>(best >> 32)), 0.0, 0.0f, 0.0};
-            view.scale = 1.0 / static_cast<double>(row.temperature);
-            view.bucket_scale = vt::kBucketsPerE / row.temperature;
-            view.least = max(static_cast<double>(row.min_p), 0.0);
+            const View view = view_of(p, row, logits, best);
             const double draw = uniform(row.seed, row.position);
-            const bool limited = row.top_k > 0 && row.top_k < p.size;
-            if (!limited && row.top_p >= 1.0f && row.min_p <= 0.0f) token = draw_from_all(s, view, draw);
-            else token = draw_from_likely(s, view, row, limited, draw);
+            if (draws_from_all(p, row)) token = draw_from_all(s, view, draw);
+            else token = draw_from_likely(s, view, row, p.buckets[blockIdx.x], draw);
         }
     }
     __syncthreads();

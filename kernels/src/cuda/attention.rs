@@ -90,6 +90,7 @@ struct Decode {
     block_tables: u64,
     counters: u64,
     partial: u64,
+    stats: u64,
     stride: u32,
     queries_at: u32,
     out_stride: u32,
@@ -132,6 +133,7 @@ pub struct DecodeWorkspace {
     sequences: usize,
     max_context: usize,
     counter_bytes: u64,
+    stat_bytes: u64,
     bytes: u64,
 }
 
@@ -142,9 +144,10 @@ impl DecodeWorkspace {
         // A window may begin within a chunk, which makes one more.
         let chunks = max_context.div_ceil(LONGEST_CHUNK).max(FEW_CHUNKS).checked_add(1)?;
         let records = sequences.checked_mul(chunks)?.checked_mul(heads)?;
-        let bytes = records.checked_mul(cache.head_dim.checked_add(2)?)?.checked_mul(4)?;
-        let bytes = counter_bytes.checked_add(bytes as u64)?;
-        Some(Self { sequences, max_context, counter_bytes, bytes })
+        let stat_bytes = records.checked_mul(8)?.checked_next_multiple_of(256)? as u64;
+        let bytes = records.checked_mul(cache.head_dim)?.checked_mul(4)?;
+        let bytes = counter_bytes.checked_add(stat_bytes)?.checked_add(bytes as u64)?;
+        Some(Self { sequences, max_context, counter_bytes, stat_bytes, bytes })
     }
 
     /// Bytes, of memory at a multiple of 256.
@@ -196,8 +199,8 @@ impl Attention {
         let name = |text: String| CString::new(text).map_err(|_| CudaError::NotBuilt);
         let type_name = cache.dtype().name();
 
-        // Sums, maximum and weight of each warp and head; then the chunks of each sequence.
-        let merge = WARPS * 8 * columns * (decode_dim + 2) * 4;
+        // Twice the sums, maximum and weight of each warp and head; then the chunks of each sequence.
+        let merge = 2 * WARPS * 8 * columns * (decode_dim + 2) * 4;
         let decode_name = name(format!("vt_decode_{type_name}_{decode_dim}_{columns}"))?;
         let most = merge + 4 * (MAX_DECODE_SEQUENCES as u32 + 1);
         let decode = Module::load(context, "attention/decode")?.function(&decode_name, most)?;
@@ -260,7 +263,8 @@ impl Attention {
             lengths: batch.lengths,
             block_tables: batch.block_tables,
             counters: workspace_at,
-            partial: workspace_at + workspace.counter_bytes,
+            partial: workspace_at + workspace.counter_bytes + workspace.stat_bytes,
+            stats: workspace_at + workspace.counter_bytes,
             stride: batch.stride as u32,
             queries_at: batch.queries_at as u32,
             out_stride: batch.out_stride as u32,

@@ -13,7 +13,9 @@ use std::sync::Arc;
 /// Threads of a block of the row-wise kernels.
 const THREADS: u32 = 128;
 /// Threads of a block of the sort.
-const SORT_THREADS: u32 = 256;
+const SORT_THREADS: u32 = 1024;
+/// Most pairs that one thread block routes and sorts.
+const FEW_PAIRS: usize = 1024;
 /// Most experts of a layer.
 pub const MAX_EXPERTS: usize = 512;
 /// Most experts of a token.
@@ -109,6 +111,13 @@ struct Sort {
 
 #[repr(C)]
 #[derive(Clone, Copy)]
+struct RouteAndSort {
+    route: Route,
+    sort: Sort,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
 struct Gather {
     x: u64,
     pairs: u64,
@@ -137,6 +146,7 @@ struct Combine {
 #[derive(Debug)]
 pub struct MoeKernels {
     route: Function,
+    route_few: Function,
     sort: Function,
     gather: Function,
     combine_f32: Function,
@@ -152,6 +162,7 @@ impl MoeKernels {
         let module = Module::load(context, "moe/route")?;
         Ok(Self {
             route: module.function(c"vt_moe_route", 0)?,
+            route_few: module.function(c"vt_moe_route_few", 0)?,
             sort: module.function(c"vt_moe_sort", 0)?,
             gather: module.function(c"vt_moe_gather", 0)?,
             combine_f32: module.function(c"vt_moe_combine_f32", 0)?,
@@ -160,7 +171,8 @@ impl MoeKernels {
     }
 
     /// Fills all `tables` from the router's logits, f32 rows `stride` elements apart with the experts from column `at`:
-    /// softmax over all experts, then the most likely ones, of equals the lower index. Two launches.
+    /// softmax over all experts, then the most likely ones, of equals the lower index. One
+    /// launch for up to 1024 pairs, otherwise two.
     ///
     /// # Errors
     /// [`CudaError`].
@@ -181,7 +193,7 @@ impl MoeKernels {
         require(columns, op, || format!("{experts} columns at {at} of {stride}"))?;
         require(tokens <= 1 << 24, op, || format!("{tokens} tokens"))?;
         let count = (tokens * top_k) as u32;
-        let parameters = Route {
+        let route = Route {
             logits,
             experts: tables.experts,
             weights: tables.weights,
@@ -192,15 +204,23 @@ impl MoeKernels {
             top_k: top_k as u32,
             normalise: u32::from(normalise),
         };
-        let blocks = (tokens as u32).div_ceil(THREADS / 32);
-        // SAFETY: `Route` is the kernel's parameter; the addresses name what `RoutingTables` and `logits` say, which the
-        // caller keeps.
-        unsafe { self.route.launch(stream, [blocks, 1, 1], [THREADS, 1, 1], 0, &mut arguments![parameters])? };
-        let parameters =
+        let sort =
             Sort { experts: tables.experts, offsets: tables.offsets, pairs: tables.pairs, rows: tables.rows, count };
-        let grid = [experts as u32, 1, 1];
-        // SAFETY: as above.
-        unsafe { self.sort.launch(stream, grid, [SORT_THREADS, 1, 1], 0, &mut arguments![parameters]) }
+        if tokens * top_k <= FEW_PAIRS {
+            let parameters = RouteAndSort { route, sort };
+            let grid = [u32::from(tokens > 0), 1, 1];
+            // SAFETY: `RouteAndSort` is the kernel's parameter; the addresses name what `RoutingTables` and `logits` say,
+            // which the caller keeps.
+            return unsafe {
+                self.route_few.launch(stream, grid, [SORT_THREADS, 1, 1], 0, &mut arguments![parameters])
+            };
+        }
+        let blocks = (tokens as u32).div_ceil(THREADS / 32);
+        // SAFETY: `Route` and `Sort` are the kernels' parameters; as above.
+        unsafe {
+            self.route.launch(stream, [blocks, 1, 1], [THREADS, 1, 1], 0, &mut arguments![route])?;
+            self.sort.launch(stream, [experts as u32, 1, 1], [SORT_THREADS, 1, 1], 0, &mut arguments![sort])
+        }
     }
 
     /// `out` bf16 `[T * top_k, width]`: row `r` is the row of `x` bf16 `[T, width]` whose pair is `tables.pairs[r]`.

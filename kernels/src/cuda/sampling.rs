@@ -15,9 +15,11 @@ use std::sync::Arc;
 /// Threads of a block of every kernel here.
 const THREADS: u32 = 1024;
 /// Ids that a block of [`THREADS`] reads at once.
-const IDS_AT_ONCE: usize = 4096;
+const IDS_AT_ONCE: usize = 8192;
 /// Most slices of a row.
 const MAX_SLICES: usize = 64;
+/// Bytes of a row's buckets: a count of 4 and a sum of 8 bytes each.
+const BUCKET_BYTES: u64 = 2048 * 12;
 /// Most tokens of a vocabulary: their weights, each up to 2^44, must add up in 64 bits.
 pub const MAX_VOCABULARY: usize = 1 << 19;
 /// Most alternatives with log-probabilities.
@@ -193,6 +195,7 @@ struct Sample {
     host_results: u64,
     tokens: u64,
     best: u64,
+    buckets: u64,
     stride: u32,
     size: u32,
     slices: u32,
@@ -203,6 +206,7 @@ struct Sample {
 pub struct Sampling {
     prepare: Function,
     best: Function,
+    buckets: Function,
     choose: Function,
     multiprocessors: usize,
 }
@@ -217,6 +221,7 @@ impl Sampling {
         Ok(Self {
             prepare: module.function(c"vt_sample_prepare", 0)?,
             best: module.function(c"vt_sample_best", 0)?,
+            buckets: module.function(c"vt_sample_buckets", 0)?,
             choose: module.function(c"vt_sample_choose", 0)?,
             multiprocessors: context.attributes().multiprocessors as usize,
         })
@@ -224,10 +229,10 @@ impl Sampling {
 
     /// Bytes of workspace for up to `rows` rows.
     pub fn workspace_bytes(rows: usize) -> u64 {
-        (rows as u64).saturating_mul(8 * MAX_SLICES as u64)
+        (rows as u64).saturating_mul(8 * MAX_SLICES as u64 + BUCKET_BYTES)
     }
 
-    /// Chooses a token for every row. Three launches, which may be captured: everything that differs from step to step is
+    /// Chooses a token for every row. Four launches, which may be captured: everything that differs from step to step is
     /// in the rows' parameters.
     ///
     /// # Errors
@@ -251,16 +256,18 @@ impl Sampling {
             host_results: request.host_results.unwrap_or(0),
             tokens: request.tokens,
             best: request.workspace,
+            buckets: request.workspace + rows as u64 * 8 * MAX_SLICES as u64,
             stride: stride as u32,
             size: vocabulary as u32,
             slices,
         };
         let (rows, block) = (rows as u32, [THREADS, 1, 1]);
-        // SAFETY: `Sample` is the parameter of all three; what the addresses name is as large as the request says, and the
+        // SAFETY: `Sample` is the parameter of all four; what the addresses name is as large as the request says, and the
         // caller keeps it.
         unsafe {
             self.prepare.launch(stream, [rows, 1, 1], block, 0, &mut arguments![parameters])?;
-            self.best.launch(stream, [slices * rows.min(1), rows, 1], block, 0, &mut arguments![parameters])?;
+            self.best.launch(stream, [slices, rows, 1], block, 0, &mut arguments![parameters])?;
+            self.buckets.launch(stream, [slices, rows, 1], block, 0, &mut arguments![parameters])?;
             self.choose.launch(stream, [rows, 1, 1], block, 0, &mut arguments![parameters])
         }
     }
