@@ -26,6 +26,7 @@ const SOURCES: &[&str] = &[
     // Attention, its cache, and what comes after the logits.
     "attention/decode",
     "attention/prefill",
+    "attention/prefill_hopper",
     "kv_cache/write",
     // Products with matrices.
     "gemm/generic",

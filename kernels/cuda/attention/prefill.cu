@@ -6,39 +6,22 @@
 // in f32 and the products on tensor cores. Tiles of positions begin at multiples of 64 and a tile that a row does not see
 // leaves the row exactly as it was, so that a token's result depends neither on where its prompt was cut nor on neighbours.
 
+#include "attention/prefill.cuh"
 #include "attention/primitives.cuh"
 #include "kv_cache/layout.cuh"
 
 namespace {
 
+using vt::find_run;
 using vt::kBlockLen;
+using vt::Prefill;
+using vt::Run;
 
 constexpr uint32_t kWarps = 4;
 constexpr uint32_t kThreads = kWarps * 32;
 // Positions in a tile.
 constexpr uint32_t kTile = 64;
 constexpr uint32_t kTileBlocks = kTile / kBlockLen;
-
-struct Prefill {
-    // Queries, rows of bf16 `stride` elements apart, heads [H, D] at `queries_at`.
-    const __nv_bfloat16* x;
-    // [T, H * D], rows `out_stride` apart.
-    __nv_bfloat16* out;
-    // The layer's part of the cache; the tokens' own keys and values are in it.
-    const void* cache;
-    // Rows of sequence i are starts[i] .. starts[i + 1].
-    const uint32_t* starts;
-    // Of each sequence: the positions in the cache, its own tokens included, and its blocks.
-    const uint32_t* lengths;
-    const uint32_t* block_tables;
-    uint32_t stride, queries_at, out_stride;
-    uint32_t sequences, table_stride;
-    uint32_t kv_heads, group, dim;
-    // Positions that a token sees; 0: all.
-    uint32_t window;
-    vt::Scores scores;
-    float value_scale;
-};
 
 // D: elements of a head, rounded up. Rows: 16-row products of one warp.
 template <uint32_t D, uint32_t Rows>
@@ -50,49 +33,6 @@ struct Shape {
     static constexpr uint32_t kQueryBytes = kRows * kRowBytes;
     static constexpr uint32_t kTileBytes = kTile * kRowBytes;
 };
-
-// Consecutive tokens of a sequence.
-struct Run {
-    uint32_t sequence;
-    // Row of x of its first token, position of it, tokens.
-    uint32_t row, position, tokens;
-};
-
-// Finds the tokens of thread block `index`, counted from the last tile of the last sequence: in a long prompt the tiles
-// with the most work begin first. False where there is none.
-__device__ bool find_run(const Prefill& p, uint32_t tokens_per_tile, uint32_t index, Run& run) {
-    __shared__ Run found;
-    __shared__ bool any;
-    if (threadIdx.x < 32) {
-        const uint32_t lane = threadIdx.x;
-        if (lane == 0) any = false;
-        __syncwarp();
-        uint32_t before = 0;
-        for (uint32_t base = 0; base < p.sequences && before <= index; base += 32) {
-            const uint32_t back = base + lane;
-            const uint32_t i = p.sequences - 1 - min(back, p.sequences - 1);
-            const uint32_t start = p.starts[i], tokens = back < p.sequences ? p.starts[i + 1] - start : 0;
-            const uint32_t tiles = (tokens + tokens_per_tile - 1) / tokens_per_tile;
-            uint32_t inclusive = tiles;
-#pragma unroll
-            for (uint32_t step = 1; step < 32; step *= 2) {
-                const uint32_t other = __shfl_up_sync(~0u, inclusive, step);
-                if (lane >= step) inclusive += other;
-            }
-            const uint32_t end = before + inclusive;
-            if (index < end && index >= end - tiles) {
-                const uint32_t tile = end - 1 - index;
-                const uint32_t first = tile * tokens_per_tile;
-                found = {i, start + first, p.lengths[i] - tokens + first, min(tokens_per_tile, tokens - first)};
-                any = true;
-            }
-            before = __shfl_sync(~0u, end, 31);
-        }
-    }
-    __syncthreads();
-    run = found;
-    return any;
-}
 
 // Where the stored blocks of a tile lie, read ahead of the copy that needs them.
 struct TileBlocks {
@@ -107,44 +47,57 @@ struct TileBlocks {
     }
 };
 
-// Starts copying a tile of keys or values, as bf16; positions outside begin .. end and elements beyond the head become zero.
+// Copies of tiles of keys or values. Positions outside begin .. end and elements beyond the head become zero.
 template <typename T, uint32_t D>
-__device__ __forceinline__ void copy_tile(const Prefill& p, const T* heads, const TileBlocks& blocks, uint32_t to, uint32_t tile,
-                                          uint32_t begin, uint32_t end) {
-    constexpr uint32_t kEights = D / 8, kRowBytes = D * 2 + 16;
-    const uint64_t block_elements = static_cast<uint64_t>(2) * p.kv_heads * kBlockLen * p.dim;
-    constexpr uint32_t kEach = kTile * kEights / kThreads;
+struct Tile {
+    static constexpr uint32_t kEights = D / 8, kRowBytes = D * 2 + 16, kEach = kTile * kEights / kThreads;
+
+    // Row and first element of this thread's i-th eight elements: threads that copy one row are neighbours.
+    static __device__ __forceinline__ uint32_t row(uint32_t i) { return i * (kThreads / kEights) + threadIdx.x / kEights; }
+    static __device__ __forceinline__ uint32_t element() { return threadIdx.x % kEights * 8; }
+
+    // Starts copying: bf16 to the tile at `to`, other types to `staging`, where each thread finds its own later.
+    static __device__ __forceinline__ void copy(const Prefill& p, const T* heads, const TileBlocks& blocks, uint32_t to,
+                                                uint32_t staging, uint32_t tile, uint32_t begin, uint32_t end) {
+        const uint64_t block_elements = static_cast<uint64_t>(2) * p.kv_heads * kBlockLen * p.dim;
+        const uint32_t d = element();
 #pragma unroll
-    for (uint32_t i = 0; i < kEach; ++i) {
-        // Threads that copy one row are neighbours; a pass over the block's threads covers whole blocks of the cache, or a part
-        // of one.
-        const uint32_t row = i * (kThreads / kEights) + threadIdx.x / kEights, d = threadIdx.x % kEights * 8;
-        uint32_t stored;
-        if constexpr (kThreads / kEights <= kBlockLen) {
-            stored = blocks.stored[i * (kThreads / kEights) / kBlockLen];
-        } else {
-            static_assert(kThreads / kEights == 2 * kBlockLen, "two blocks a pass");
-            stored = row % (2 * kBlockLen) < kBlockLen ? blocks.stored[2 * i] : blocks.stored[2 * i + 1];
-        }
-        const uint32_t position = tile * kTile + row;
-        const bool valid = position >= begin && position < end && d < p.dim;
-        const uint32_t at = to + row * kRowBytes + d * 2;
-        const T* from = heads + stored * block_elements + row % kBlockLen * p.dim + d;
-        if constexpr (sizeof(T) == 2) {
-            vt::copy_async(at, valid ? from : heads, valid);
-        } else {
-            uint32_t pairs[4] = {0, 0, 0, 0};
-            if (valid) {
-                vt::Eight<T> eight;
-                eight.load(from);
-                eight.widen(pairs);
+        for (uint32_t i = 0; i < kEach; ++i) {
+            // A pass over the block's threads covers a part of a block of the cache, or two.
+            uint32_t stored;
+            if constexpr (kThreads / kEights <= kBlockLen) {
+                stored = blocks.stored[i * (kThreads / kEights) / kBlockLen];
+            } else {
+                static_assert(kThreads / kEights == 2 * kBlockLen, "two blocks a pass");
+                stored = row(i) % (2 * kBlockLen) < kBlockLen ? blocks.stored[2 * i] : blocks.stored[2 * i + 1];
             }
-            asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(pairs[0]), "r"(pairs[1]), "r"(pairs[2]),
-                         "r"(pairs[3])
-                         : "memory");
+            const uint32_t position = tile * kTile + row(i);
+            const bool valid = position >= begin && position < end && d < p.dim;
+            const T* from = valid ? heads + stored * block_elements + row(i) % kBlockLen * p.dim + d : heads;
+            if constexpr (sizeof(T) == 2) vt::copy_async(to + row(i) * kRowBytes + d * 2, from, valid);
+            else vt::copy_async_8(staging + (i * kThreads + threadIdx.x) * 8, from, valid);
         }
     }
-}
+
+    // Once the thread's copies are there: makes them bf16, in the tile.
+    static __device__ __forceinline__ void finish(uint32_t to, uint32_t staging) {
+        if constexpr (sizeof(T) == 1) {
+#pragma unroll
+            for (uint32_t i = 0; i < kEach; ++i) {
+                vt::Eight<T> eight;
+                asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];"
+                             : "=r"(eight.raw.x), "=r"(eight.raw.y)
+                             : "r"(staging + (i * kThreads + threadIdx.x) * 8)
+                             : "memory");
+                uint32_t pairs[4];
+                eight.widen(pairs);
+                asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to + row(i) * kRowBytes + element() * 2),
+                             "r"(pairs[0]), "r"(pairs[1]), "r"(pairs[2]), "r"(pairs[3])
+                             : "memory");
+            }
+        }
+    }
+};
 
 template <uint32_t Rows>
 struct Softmax {
@@ -157,7 +110,7 @@ __device__ __forceinline__ void prefill(const Prefill& p) {
     using S = Shape<D, Rows>;
     extern __shared__ __align__(16) uint8_t shared[];
     const uint32_t queries = vt::shared_address(shared);
-    const uint32_t keys = queries + S::kQueryBytes, values = keys + S::kTileBytes;
+    const uint32_t keys = queries + S::kQueryBytes, values = keys + S::kTileBytes, staging = values + S::kTileBytes;
     const uint32_t head = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const uint32_t g = lane / 4, t = lane % 4;
 
@@ -182,7 +135,7 @@ __device__ __forceinline__ void prefill(const Prefill& p) {
         }
         vt::copy_async(queries + row * S::kRowBytes + d * 2, from, valid);
     }
-    copy_tile<T, D>(p, key_heads, blocks, keys, first_tile, begin, end);
+    Tile<T, D>::copy(p, key_heads, blocks, keys, staging, first_tile, begin, end);
     vt::commit_copies();
 
     // Positions of this lane's rows; rows beyond the run see what the last row sees.
@@ -218,9 +171,10 @@ __device__ __forceinline__ void prefill(const Prefill& p) {
     const uint32_t value_row = values + lane % 16 * S::kRowBytes + lane / 16 * 16;
 
     vt::wait_copies<0>();
+    Tile<T, D>::finish(keys, staging);
     __syncthreads();
     for (uint32_t tile = first_tile; tile < tiles; ++tile) {
-        copy_tile<T, D>(p, value_heads, blocks, values, tile, begin, end);
+        Tile<T, D>::copy(p, value_heads, blocks, values, staging, tile, begin, end);
         vt::commit_copies();
         blocks.load(table, tile + 1, end);
 
@@ -250,8 +204,9 @@ __device__ __forceinline__ void prefill(const Prefill& p) {
             }
         }
         vt::wait_copies<0>();
+        Tile<T, D>::finish(values, staging);
         __syncthreads();
-        if (tile + 1 < tiles) copy_tile<T, D>(p, key_heads, blocks, keys, tile + 1, begin, end);
+        if (tile + 1 < tiles) Tile<T, D>::copy(p, key_heads, blocks, keys, staging, tile + 1, begin, end);
         vt::commit_copies();
 
         const uint32_t position = tile * kTile;
@@ -332,6 +287,7 @@ __device__ __forceinline__ void prefill(const Prefill& p) {
             }
         }
         vt::wait_copies<0>();
+        if (tile + 1 < tiles) Tile<T, D>::finish(keys, staging);
         __syncthreads();
     }
 

@@ -48,6 +48,12 @@ __device__ __forceinline__ void copy_async(uint32_t to, const void* from, bool v
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
 
+// The same for 8 bytes.
+__device__ __forceinline__ void copy_async_8(uint32_t to, const void* from, bool valid) {
+    const uint32_t bytes = valid ? 8 : 0;
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 // Waits until at most `Left` groups of copies are under way.

@@ -6,6 +6,9 @@
 //! the prompt was cut. The two kernels round differently, so whoever wants a prompt's bits not to depend on how it was cut
 //! gives all of its tokens to prefill, a last chunk of one token too.
 
+mod hopper;
+
+use self::hopper::HopperPrefill;
 use super::error::{Named, require};
 use super::kv_cache::{CudaKvCache, CudaKvType, KvScales};
 use super::module::{Function, Module, arguments};
@@ -104,7 +107,7 @@ struct Decode {
     value_scale: f32,
 }
 
-/// As in `cuda/attention/prefill.cu`.
+/// As in `cuda/attention/prefill.cuh`.
 #[repr(C)]
 #[derive(Clone, Copy)]
 struct Prefill {
@@ -122,6 +125,7 @@ struct Prefill {
     kv_heads: u32,
     group: u32,
     dim: u32,
+    cache_row: u32,
     window: u32,
     scores: Scores,
     value_scale: f32,
@@ -168,6 +172,7 @@ pub struct Attention {
     /// Thread blocks of decode that the device holds at once.
     decode_blocks: u32,
     prefill: Function,
+    hopper: Option<HopperPrefill>,
     prefill_rows: u32,
     prefill_shared: u32,
 }
@@ -176,7 +181,8 @@ pub struct Attention {
 const MAX_GROUP: usize = 16;
 
 impl Attention {
-    /// Loads the kernels for layers of `heads` query heads over a cache.
+    /// Loads the kernels for layers of `heads` query heads over a cache, and over others of its shape and type (where prefill
+    /// may round differently).
     ///
     /// # Errors
     /// [`CudaError::Unsupported`] where the heads are no multiple of the cache's, or more than 16 share one;
@@ -204,8 +210,9 @@ impl Attention {
         let decode_name = name(format!("vt_decode_{type_name}_{decode_dim}_{columns}"))?;
         let most = merge + 4 * (MAX_DECODE_SEQUENCES as u32 + 1);
         let decode = Module::load(context, "attention/decode")?.function(&decode_name, most)?;
-        // Queries, a tile of keys and one of values, in rows padded by 16 bytes.
-        let prefill_shared = (rows + 64 + 64) * (prefill_dim * 2 + 16);
+        // Queries, a tile of keys and one of values, in rows padded by 16 bytes; E4M3 passes through a buffer.
+        let staging = if cache.dtype() == CudaKvType::E4m3 { 64 * prefill_dim } else { 0 };
+        let prefill_shared = (rows + 64 + 64) * (prefill_dim * 2 + 16) + staging;
         let prefill_name = name(format!("vt_prefill_{type_name}_{prefill_dim}"))?;
         let prefill = Module::load(context, "attention/prefill")?.function(&prefill_name, prefill_shared)?;
         Ok(Self {
@@ -217,6 +224,7 @@ impl Attention {
             decode_shared: merge,
             decode_blocks: context.attributes().multiprocessors * blocks[columns as usize - 1],
             prefill,
+            hopper: HopperPrefill::new(context, cache)?,
             prefill_rows: *rows,
             prefill_shared,
         })
@@ -304,7 +312,8 @@ impl Attention {
         let op = "prefill attention";
         self.check(op, shape, cache, batch)?;
         let group = self.heads / self.kv_heads;
-        let tokens_per_tile = (self.prefill_rows / group) as usize;
+        let hopper = self.hopper.as_ref().filter(|kernel| kernel.is_for(cache));
+        let tokens_per_tile = (if hopper.is_some() { hopper::ROWS } else { self.prefill_rows } / group) as usize;
         // Every sequence may end with a tile that is not full.
         let tiles = (tokens / tokens_per_tile).saturating_add(batch.sequences);
         require(tiles <= 65_535, op, || format!("{tokens} tokens of {} sequences", batch.sequences))?;
@@ -323,11 +332,16 @@ impl Attention {
             kv_heads: self.kv_heads,
             group,
             dim: self.dim,
+            cache_row: 0,
             window: window(shape),
             scores: Scores::new(shape, self.key_scale(scales)),
             value_scale: self.value_scale(scales),
         };
-        let grid = [self.kv_heads, if batch.sequences == 0 { 0 } else { tiles as u32 }, 1];
+        let tiles = if batch.sequences == 0 { 0 } else { tiles as u32 };
+        if let Some(kernel) = hopper {
+            return kernel.launch(stream, layer, self.kv_heads, tiles, parameters);
+        }
+        let grid = [self.kv_heads, tiles, 1];
         // SAFETY: as in `decode`.
         unsafe { self.prefill.launch(stream, grid, [THREADS, 1, 1], self.prefill_shared, &mut arguments![parameters]) }
     }
