@@ -25,6 +25,7 @@ const SOURCES: &[&str] = &[
     "forward/norm",
     // Attention, its cache, and what comes after the logits.
     "attention/decode",
+    "attention/decode_hopper",
     "attention/prefill",
     "attention/prefill_hopper",
     "kv_cache/write",

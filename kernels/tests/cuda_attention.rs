@@ -303,6 +303,12 @@ fn models() -> Vec<Case> {
     ]
 }
 
+/// Those of this device, and those of every device.
+fn kernels(device: &Device, case: &Case, caches: &Caches) -> [Attention; 2] {
+    let make = [Attention::new, Attention::portable];
+    make.map(|make| make(&device.context, case.heads, &caches.device).unwrap())
+}
+
 #[test]
 fn decode_is_the_cpu_s_attention_whatever_the_batch() {
     let Some(device) = Device::open() else { return };
@@ -313,40 +319,42 @@ fn decode_is_the_cpu_s_attention_whatever_the_batch() {
         case.sequences.push((4000 + random.below(5000), 1));
         let caches = fill(&device, &case, &mut random);
         let queries = Queries::new(&device, &case, &mut random);
-        let attention = Attention::new(&device.context, case.heads, &caches.device).unwrap();
         let launch = Launch { device: &device, case: &case, caches: &caches, queries: &queries };
         let workspace = DecodeWorkspace::new(64, 9000, case.heads, caches.device.shape()).unwrap();
         let room = device.poisoned(workspace.bytes() as usize);
-        attention.clear(&device.stream, &workspace, room.address()).unwrap();
-        let run = |steps: &[(usize, u32, u32)]| {
-            let (out, arrays) = (launch.out(), launch.arrays(steps));
-            let batch = launch.batch(&arrays, &out);
-            let (shape, scales) = (case.shape(), caches.scales);
-            attention
-                .decode(&device.stream, &shape, &caches.device, LAYER, scales, &batch, &workspace, room.address())
-                .unwrap();
-            // The arrays are read until here.
-            device.stream.synchronize().unwrap();
-            out
-        };
-        let mut steps: Vec<(usize, u32, u32)> =
-            case.sequences.iter().enumerate().map(|(i, s)| (i, i as u32, s.0 as u32)).collect();
-        let together = run(&steps);
-        launch.check(&together, &expected(&case, &caches, &queries));
+        let wanted = expected(&case, &caches, &queries);
+        for attention in kernels(&device, &case, &caches) {
+            attention.clear(&device.stream, &workspace, room.address()).unwrap();
+            let run = |steps: &[(usize, u32, u32)]| {
+                let (out, arrays) = (launch.out(), launch.arrays(steps));
+                let batch = launch.batch(&arrays, &out);
+                let (shape, scales) = (case.shape(), caches.scales);
+                attention
+                    .decode(&device.stream, &shape, &caches.device, LAYER, scales, &batch, &workspace, room.address())
+                    .unwrap();
+                // The arrays are read until here.
+                device.stream.synchronize().unwrap();
+                out
+            };
+            let mut steps: Vec<(usize, u32, u32)> =
+                case.sequences.iter().enumerate().map(|(i, s)| (i, i as u32, s.0 as u32)).collect();
+            let together = run(&steps);
+            launch.check(&together, &wanted);
 
-        // Alone, and in another place of a batch with places that nobody takes: the same bits.
-        let together = device.read(&together);
-        let row_bytes = launch.out_stride() * 2;
-        for step in &steps {
-            let alone = device.read(&run(std::slice::from_ref(step)));
-            let row = step.1 as usize * row_bytes..(step.1 as usize + 1) * row_bytes;
-            assert_eq!(alone[row.clone()], together[row.clone()], "{case:?}, {step:?}");
-            assert!(alone[..row.start].iter().chain(&alone[row.end..]).all(|b| *b == POISON));
+            // Alone, and in another place of a batch with places that nobody takes: the same bits.
+            let together = device.read(&together);
+            let row_bytes = launch.out_stride() * 2;
+            for step in &steps {
+                let alone = device.read(&run(std::slice::from_ref(step)));
+                let row = step.1 as usize * row_bytes..(step.1 as usize + 1) * row_bytes;
+                assert_eq!(alone[row.clone()], together[row.clone()], "{case:?}, {step:?}");
+                assert!(alone[..row.start].iter().chain(&alone[row.end..]).all(|b| *b == POISON));
+            }
+            steps.reverse();
+            steps.insert(0, (0, 0, 0));
+            steps.push((1, 1, 0));
+            assert_eq!(device.read(&run(&steps)), together, "{case:?}");
         }
-        steps.reverse();
-        steps.insert(0, (0, 0, 0));
-        steps.push((1, 1, 0));
-        assert_eq!(device.read(&run(&steps)), together, "{case:?}");
     }
 }
 
@@ -405,7 +413,6 @@ fn prefill_is_the_cpu_s_attention_wherever_prompts_are_cut() {
         case.sequences = vec![(1, 1), (700, 700), (130, 1), (1500, 40), (64, 64), (333, 129), (65, 2)];
         let caches = fill(&device, &case, &mut random);
         let queries = Queries::new(&device, &case, &mut random);
-        let attention = Attention::new(&device.context, case.heads, &caches.device).unwrap();
         let launch = Launch { device: &device, case: &case, caches: &caches, queries: &queries };
         let (shape, scales) = (case.shape(), caches.scales);
         // Rows of each sequence, and the end of the last one.
@@ -413,34 +420,37 @@ fn prefill_is_the_cpu_s_attention_wherever_prompts_are_cut() {
         for sequence in &case.sequences {
             starts.push(starts[starts.len() - 1] + sequence.1 as u32);
         }
-        let run = |out: &DeviceMemory, steps: &[(usize, u32, u32)], tokens: usize| {
-            let arrays = launch.arrays(steps);
-            // `starts` has one more entry: the end.
-            let mut firsts: Vec<u32> = steps.iter().map(|s| s.1).collect();
-            firsts.push(firsts[0] + tokens as u32);
-            let arrays = Arrays { starts: device.words(&firsts), ..arrays };
-            let batch = launch.batch(&arrays, out);
-            attention.prefill(&device.stream, &shape, &caches.device, LAYER, scales, &batch, tokens).unwrap();
-            device.stream.synchronize().unwrap();
-        };
-        let steps: Vec<(usize, u32, u32)> =
-            case.sequences.iter().enumerate().map(|(i, s)| (i, starts[i], s.0 as u32)).collect();
-        let together = launch.out();
-        run(&together, &steps, case.tokens());
-        launch.check(&together, &expected(&case, &caches, &queries));
+        let wanted = expected(&case, &caches, &queries);
+        for attention in kernels(&device, &case, &caches) {
+            let run = |out: &DeviceMemory, steps: &[(usize, u32, u32)], tokens: usize| {
+                let arrays = launch.arrays(steps);
+                // `starts` has one more entry: the end.
+                let mut firsts: Vec<u32> = steps.iter().map(|s| s.1).collect();
+                firsts.push(firsts[0] + tokens as u32);
+                let arrays = Arrays { starts: device.words(&firsts), ..arrays };
+                let batch = launch.batch(&arrays, out);
+                attention.prefill(&device.stream, &shape, &caches.device, LAYER, scales, &batch, tokens).unwrap();
+                device.stream.synchronize().unwrap();
+            };
+            let steps: Vec<(usize, u32, u32)> =
+                case.sequences.iter().enumerate().map(|(i, s)| (i, starts[i], s.0 as u32)).collect();
+            let together = launch.out();
+            run(&together, &steps, case.tokens());
+            launch.check(&together, &wanted);
 
-        // Every sequence alone and cut into two or three: the same bits.
-        let cut = launch.out();
-        for (index, first, length) in steps {
-            let tokens = case.sequences[index].1;
-            let mut cuts = [0, random.below(tokens + 1), random.below(tokens + 1), tokens];
-            cuts.sort_unstable();
-            for pair in cuts.windows(2).filter(|pair| pair[0] < pair[1]) {
-                let end = length - (tokens - pair[1]) as u32;
-                run(&cut, &[(index, first + pair[0] as u32, end)], pair[1] - pair[0]);
+            // Every sequence alone and cut into two or three: the same bits.
+            let cut = launch.out();
+            for (index, first, length) in steps {
+                let tokens = case.sequences[index].1;
+                let mut cuts = [0, random.below(tokens + 1), random.below(tokens + 1), tokens];
+                cuts.sort_unstable();
+                for pair in cuts.windows(2).filter(|pair| pair[0] < pair[1]) {
+                    let end = length - (tokens - pair[1]) as u32;
+                    run(&cut, &[(index, first + pair[0] as u32, end)], pair[1] - pair[0]);
+                }
             }
+            assert_eq!(device.read(&cut), device.read(&together), "{case:?}");
         }
-        assert_eq!(device.read(&cut), device.read(&together), "{case:?}");
     }
 }
 

@@ -54,35 +54,34 @@ struct Barriers {
 __device__ __forceinline__ uint32_t stage_of(uint32_t count) { return count % kStages; }
 __device__ __forceinline__ uint32_t parity_of(uint32_t count) { return count / kStages % 2; }
 
-// Lanes 0 to 15 copy keys, the others values; a lane copies one box of every tile for each pair of panels.
+// One warp copies keys, another values: keys are free, and wanted, earlier. A lane copies boxes of one block of every tile.
 template <uint32_t D>
 __device__ __forceinline__ void copy_tiles(const Prefill& p, const CUtensorMap& map, const Run& run, uint32_t head,
-                                           uint32_t shared, const Barriers& barriers, uint32_t begin, uint32_t end) {
+                                           uint32_t shared, const Barriers& barriers, uint32_t begin, uint32_t end, bool values) {
     using S = Shared<D>;
-    const uint32_t lane = threadIdx.x % 32;
-    const bool values = lane >= 16;
-    const uint32_t slot = lane % 16 / 2, half = lane % 2;
+    const uint32_t lane = threadIdx.x % 32, slot = lane / 4, part = lane % 4;
     const uint32_t* table = p.block_tables + static_cast<uint64_t>(run.sequence) * p.table_stride;
     const uint32_t first_tile = begin / kTile, tiles = (end + kTile - 1) / kTile;
+    // Blocks that no row sees are not there to be read.
+    const auto wanted = [&](uint32_t block) { return block * kBlockLen < end && (block + 1) * kBlockLen > begin; };
+    uint32_t block = first_tile * kTileBlocks + slot;
+    uint32_t stored = wanted(block) ? table[block] : 0;
     for (uint32_t tile = first_tile; tile < tiles; ++tile) {
         const uint32_t count = tile - first_tile, stage = stage_of(count);
-        const uint32_t block = tile * kTileBlocks + slot;
-        // Blocks that no row sees are not there to be read.
-        const bool wanted = block * kBlockLen < end && (block + 1) * kBlockLen > begin;
-        const uint32_t stored = wanted ? table[block] : 0;
-        const uint32_t boxes = __popc(__ballot_sync(~0u, wanted && !values && half == 0)) * S::kPanels;
+        const bool here = wanted(block);
+        const uint32_t row = p.cache_row + ((stored * 2 + values) * p.kv_heads + head) * kBlockLen;
+        block += kTileBlocks;
+        stored = wanted(block) ? table[block] : 0;
+        const uint32_t boxes = __popc(__ballot_sync(~0u, here && part == 0)) * S::kPanels;
         if (count >= kStages) {
             vt::barrier_wait(values ? barriers.values_free(stage) : barriers.keys_free(stage), parity_of(count) ^ 1);
         }
         const uint32_t full = values ? barriers.values_full(stage) : barriers.keys_full(stage);
-        if (lane % 16 == 0) vt::barrier_expect(full, boxes * kBoxBytes);
+        if (lane == 0) vt::barrier_expect(full, boxes * kBoxBytes);
         __syncwarp();
-        if (wanted) {
-            const uint32_t row = p.cache_row + ((stored * 2 + values) * p.kv_heads + head) * kBlockLen;
+        if (here && part < S::kPanels) {
             const uint32_t to = shared + (values ? S::kValues : S::kKeys) + stage * S::kTileBytes + slot * kBoxBytes;
-            for (uint32_t panel = half; panel < S::kPanels; panel += 2) {
-                vt::copy_box(to + panel * kPanelBytes, &map, panel * 64, row, full);
-            }
+            vt::copy_box(to + part * kPanelBytes, &map, part * 64, row, full);
         }
     }
 }
@@ -298,7 +297,8 @@ __device__ __forceinline__ void prefill(const Prefill& p, const CUtensorMap& map
     __syncthreads();
     if (threadIdx.x < kGroup) {
         vt::give_registers<24>();
-        if (threadIdx.x < 32) copy_tiles<D>(p, map, run, head, shared, barriers, begin, end);
+        const uint32_t warp = threadIdx.x / 32;
+        if (warp < 2) copy_tiles<D>(p, map, run, head, shared, barriers, begin, end, warp == 1);
     } else {
         vt::take_registers<240>();
         compute<D>(p, run, head, shared, barriers, begin, end);

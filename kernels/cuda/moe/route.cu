@@ -193,31 +193,32 @@ struct RouteAndSort {
     Sort sort;
 };
 
-// Both in one thread block, for up to 1024 pairs: a step of decoding waits for launches more than for work.
+// Both in one thread block, for up to 64 tokens: a step of decoding waits for launches more than for work.
 extern "C" __global__ void __launch_bounds__(1024) vt_moe_route_few(const __grid_constant__ RouteAndSort p) {
     constexpr uint32_t kThreads = 1024, kWarps = kThreads / kWarp, kMostExperts = kWarp * kMostPerLane;
-    // Expert of each pair; beyond them none.
-    __shared__ __align__(16) uint16_t experts[kThreads];
-    __shared__ uint32_t counts[kMostExperts], starts[kMostExperts], sums[kWarps];
+    // Bit t: token t takes the expert.
+    __shared__ unsigned long long takers[kMostExperts];
+    __shared__ uint32_t starts[kMostExperts], sums[kWarps];
     const uint32_t warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-    experts[threadIdx.x] = 0xFFFF;
-    if (threadIdx.x < kMostExperts) counts[threadIdx.x] = 0;
+    if (threadIdx.x < kMostExperts) takers[threadIdx.x] = 0;
     __syncthreads();
     const uint32_t top_k = p.route.top_k;
-    for (uint32_t token = warp; token < p.route.tokens; token += kWarps) {
-        uint32_t expert = 0;
+    uint32_t experts[2] = {0, 0};
+#pragma unroll
+    for (uint32_t i = 0; i < 2; ++i) {
+        const uint32_t token = i * kWarps + warp;
+        if (token >= p.route.tokens) continue;
         float weight = 0.0f;
-        choose(p.route, token, lane, expert, weight);
+        choose(p.route, token, lane, experts[i], weight);
         if (lane < top_k) {
             const uint32_t pair = token * top_k + lane;
-            p.route.experts[pair] = expert;
+            p.route.experts[pair] = experts[i];
             p.route.weights[pair] = weight;
-            experts[pair] = static_cast<uint16_t>(expert);
-            atomicAdd(counts + expert, 1);
+            atomicOr(takers + experts[i], 1ull << token);
         }
     }
     __syncthreads();
-    const uint32_t own = threadIdx.x < kMostExperts ? counts[threadIdx.x] : 0;
+    const uint32_t own = threadIdx.x < kMostExperts ? __popcll(takers[threadIdx.x]) : 0;
     uint32_t inclusive = own;
 #pragma unroll
     for (uint32_t step = 1; step < kWarp; step *= 2) {
@@ -231,22 +232,15 @@ extern "C" __global__ void __launch_bounds__(1024) vt_moe_route_few(const __grid
     // Experts beyond the layer's have no pairs, so that the next one's start is the end.
     if (threadIdx.x <= p.route.count) p.sort.offsets[threadIdx.x] = start;
     __syncthreads();
-    const uint32_t pair = threadIdx.x;
-    if (pair >= p.sort.count) return;
-    const uint32_t expert = experts[pair];
-    uint32_t before = 0;
-    for (uint32_t base = 0; base <= pair; base += 8) {
-        const uint4 eight = *reinterpret_cast<const uint4*>(experts + base);
-        const uint32_t words[4] = {eight.x, eight.y, eight.z, eight.w};
 #pragma unroll
-        for (uint32_t i = 0; i < 8; ++i) {
-            const uint32_t other = words[i / 2] >> (16 * (i % 2)) & 0xFFFF;
-            before += base + i < pair && other == expert;
-        }
+    for (uint32_t i = 0; i < 2; ++i) {
+        const uint32_t token = i * kWarps + warp;
+        if (token >= p.route.tokens || lane >= top_k) continue;
+        const uint32_t row = starts[experts[i]] + __popcll(takers[experts[i]] & ((1ull << token) - 1));
+        const uint32_t pair = token * top_k + lane;
+        p.sort.pairs[row] = pair;
+        p.sort.rows[pair] = row;
     }
-    const uint32_t row = starts[expert] + before;
-    p.sort.pairs[row] = pair;
-    p.sort.rows[pair] = row;
 }
 
 struct Gather {

@@ -157,32 +157,36 @@ __device__ __forceinline__ uint64_t share(double part, uint64_t sum) {
     return min(static_cast<uint64_t>(part * static_cast<double>(sum)), sum - 1);
 }
 
-// The token at which the running weight in order of ids exceeds its share `draw` of all.
-__device__ uint32_t draw_from_all(Shared& s, const View& view, double draw) {
-    // Sums of runs of kThreads ids, in the places of the buckets.
+// Weight of a token when all may be drawn.
+__device__ __forceinline__ uint64_t weight_of(const Shared& s, const View& view, float logit) {
+    const uint32_t bucket = logit > -INFINITY ? view.bucket(logit) : vt::kBuckets - 1;
+    return bucket < vt::kBuckets - 1 ? vt::fixed(view.weight(logit, bucket, s.powers)) : 0;
+}
+
+// Adds the weights of a range of ids to the sums of runs of kThreads ids, which are in the places of the buckets.
+__device__ void fill_runs(Shared& s, const View& view, uint32_t begin, uint32_t end, vt::Buckets& row) {
     s.powers.fill();
-    for (uint32_t i = threadIdx.x; i < vt::kBuckets; i += kThreads) s.count[i] = 0, s.weight[i] = {0, 0};
+    s.weight[threadIdx.x] = {0, 0};
     __syncthreads();
-    const auto weight_of = [&](float logit) {
-        const uint32_t bucket = logit > -INFINITY ? view.bucket(logit) : vt::kBuckets - 1;
-        return bucket < vt::kBuckets - 1 ? vt::fixed(view.weight(logit, bucket, s.powers)) : 0;
-    };
-    view.each(0, view.size, [&](uint32_t id, float logit) {
-        const uint64_t sum = vt::warp_sum(weight_of(logit));
+    // Slices begin at multiples of 32 ids, so that a warp's ids lie in one run.
+    view.each(begin, end, [&](uint32_t id, float logit) {
+        const uint64_t sum = vt::warp_sum(weight_of(s, view, logit));
         if (threadIdx.x % 32 == 0 && sum != 0) s.weight[id / kThreads].add(sum);
     });
     __syncthreads();
-    uint64_t own = s.weight[threadIdx.x].value();
-    const uint64_t sums = vt::scan(s, own);
-    if (threadIdx.x == kThreads - 1) s.found = sums;
-    __syncthreads();
-    uint64_t target = share(draw, s.found);
+    const uint64_t sum = s.weight[threadIdx.x].value();
+    if (sum != 0) row.weight[threadIdx.x].add(sum);
+}
+
+// The token at which the running weight in order of ids exceeds its share `draw` of all, after `fill_runs`.
+__device__ uint32_t draw_from_all(Shared& s, const View& view, const vt::Buckets& runs, double draw) {
+    const vt::Totals totals = vt::load_buckets(s, runs);
+    uint64_t target = share(draw, totals.weight);
     vt::find_place<vt::kBuckets, false>(s, s.count, s.weight, By::kWeight, target);
     target -= s.before_weight;
     const uint32_t id = s.place * kThreads + threadIdx.x;
     const bool allowed = id < view.size && (view.mask == nullptr || (view.mask[id / 32] >> (id % 32) & 1));
-    const float logit = allowed ? view.logits[id] : -INFINITY;
-    own = weight_of(logit);
+    const uint64_t own = weight_of(s, view, allowed ? view.logits[id] : -INFINITY);
     const uint64_t sum = vt::scan(s, own);
     if (sum - own <= target && target < sum) s.place = id;
     __syncthreads();
@@ -268,16 +272,17 @@ extern "C" __global__ void __launch_bounds__(kThreads) vt_sample_best(const __gr
     if (threadIdx.x == 0) p.best[static_cast<uint64_t>(blockIdx.y) * p.slices + blockIdx.x] = best;
 }
 
-// The buckets of the rows that draw from the likely tokens: grid (slices, rows).
+// The buckets of the rows that draw from the likely tokens, the runs of those that draw from all: grid (slices, rows).
 extern "C" __global__ void __launch_bounds__(kThreads) vt_sample_buckets(const __grid_constant__ Sample p) {
     __shared__ Shared s;
     const Row& row = p.rows[blockIdx.y];
-    if (!(row.temperature > 0.0f) || draws_from_all(p, row)) return;
+    if (!(row.temperature > 0.0f)) return;
     const uint64_t best = best_of_slices(p, blockIdx.y);
     if (!has_choice(best)) return;
     const View view = view_of(p, row, p.logits + static_cast<uint64_t>(blockIdx.y) * p.stride, best);
     const uint2 slice = slice_of(p, blockIdx.x);
-    vt::fill_buckets(s, view, slice.x, slice.y, p.buckets[blockIdx.y]);
+    if (draws_from_all(p, row)) fill_runs(s, view, slice.x, slice.y, p.buckets[blockIdx.y]);
+    else vt::fill_buckets(s, view, slice.x, slice.y, p.buckets[blockIdx.y]);
 }
 
 // Chooses, and puts back the logits that bias and penalties changed: one thread block a row.
@@ -294,7 +299,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) vt_sample_choose(const __
         if (row.temperature > 0.0f) {
             const View view = view_of(p, row, logits, best);
             const double draw = uniform(row.seed, row.position);
-            if (draws_from_all(p, row)) token = draw_from_all(s, view, draw);
+            if (draws_from_all(p, row)) token = draw_from_all(s, view, p.buckets[blockIdx.x], draw);
             else token = draw_from_likely(s, view, row, p.buckets[blockIdx.x], draw);
         }
     }

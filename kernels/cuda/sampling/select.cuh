@@ -117,10 +117,11 @@ struct Sum {
     __device__ __forceinline__ uint64_t value() const { return static_cast<uint64_t>(high) << 32 | low; }
 };
 
-__device__ __forceinline__ uint64_t warp_sum(uint64_t v) {
-#pragma unroll
-    for (uint32_t step = 16; step > 0; step /= 2) v += __shfl_xor_sync(~0u, v, step);
-    return v;
+// Of weights, which are 2^44 at most: half of the bits at a time, so that sums of 32 fit the hardware's 32 bits.
+__device__ __forceinline__ uint64_t warp_sum(uint64_t weight) {
+    const uint32_t low = __reduce_add_sync(~0u, static_cast<uint32_t>(weight) & 0x3FFFFF);
+    const uint32_t high = __reduce_add_sync(~0u, static_cast<uint32_t>(weight >> 22));
+    return (static_cast<uint64_t>(high) << 22) + low;
 }
 
 struct Shared {

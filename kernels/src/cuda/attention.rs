@@ -8,7 +8,7 @@
 
 mod hopper;
 
-use self::hopper::HopperPrefill;
+use self::hopper::Hopper;
 use super::error::{Named, require};
 use super::kv_cache::{CudaKvCache, CudaKvType, KvScales};
 use super::module::{Function, Module, arguments};
@@ -30,7 +30,7 @@ const DECODE_DIMS: [(u32, [u32; 2]); 3] = [(64, [4, 3]), (128, [3, 2]), (256, [2
 const PREFILL_DIMS: [(u32, u32); 4] = [(32, 128), (64, 128), (128, 128), (256, 64)];
 /// Most sequences of a decode launch: their chunks are counted in shared memory.
 pub const MAX_DECODE_SEQUENCES: usize = 4096;
-/// Chunks of a context that is not longer than 32 of the longest chunk; as in `cuda/attention/decode.cu`.
+/// Chunks of a context that is not longer than 32 of the longest chunk; as in `cuda/attention/decode.cuh`.
 const FEW_CHUNKS: usize = 32;
 /// Positions of the longest chunk.
 const LONGEST_CHUNK: usize = 1024;
@@ -81,7 +81,7 @@ impl Scores {
     }
 }
 
-/// As in `cuda/attention/decode.cu`.
+/// As in `cuda/attention/decode.cuh`.
 #[repr(C)]
 #[derive(Clone, Copy)]
 struct Decode {
@@ -105,6 +105,7 @@ struct Decode {
     window: u32,
     scores: Scores,
     value_scale: f32,
+    cache_row: u32,
 }
 
 /// As in `cuda/attention/prefill.cuh`.
@@ -171,23 +172,43 @@ pub struct Attention {
     decode_shared: u32,
     /// Thread blocks of decode that the device holds at once.
     decode_blocks: u32,
+    hopper: Option<Hopper>,
     prefill: Function,
-    hopper: Option<HopperPrefill>,
     prefill_rows: u32,
     prefill_shared: u32,
 }
 
+/// Query heads that one column of a product holds.
+const MAX_GROUP_OF_COLUMNS: u32 = 8;
 /// Largest number of query heads for one key/value head.
 const MAX_GROUP: usize = 16;
 
 impl Attention {
-    /// Loads the kernels for layers of `heads` query heads over a cache, and over others of its shape and type (where prefill
-    /// may round differently).
+    /// Loads the kernels for layers of `heads` query heads over a cache, and over others of its shape and type (where the
+    /// kernels that every device has serve).
     ///
     /// # Errors
     /// [`CudaError::Unsupported`] where the heads are no multiple of the cache's, or more than 16 share one;
     /// [`CudaError::NotBuilt`] or [`CudaError::NoKernelImage`] where there are no kernels for the device.
     pub fn new(context: &Arc<CudaContext>, heads: usize, cache: &CudaKvCache) -> Result<Self, CudaError> {
+        let hopper = Hopper::new(context, cache)?;
+        Self::with(context, heads, cache, hopper)
+    }
+
+    /// The same without the kernels that only some devices have, for comparisons.
+    ///
+    /// # Errors
+    /// As [`Attention::new`].
+    pub fn portable(context: &Arc<CudaContext>, heads: usize, cache: &CudaKvCache) -> Result<Self, CudaError> {
+        Self::with(context, heads, cache, None)
+    }
+
+    fn with(
+        context: &Arc<CudaContext>,
+        heads: usize,
+        cache: &CudaKvCache,
+        hopper: Option<Hopper>,
+    ) -> Result<Self, CudaError> {
         let op = "attention";
         let KvShape { kv_heads, head_dim: dim, .. } = *cache.shape();
         let group = heads / kv_heads.max(1);
@@ -201,7 +222,7 @@ impl Attention {
         let (Some((decode_dim, blocks)), Some((prefill_dim, rows))) = (decode_dim, prefill_dim) else {
             return Err(CudaError::Unsupported { op, what: format!("heads of {dim} elements") });
         };
-        let columns = if group <= 8 { 1 } else { 2 };
+        let columns = if group as u32 <= MAX_GROUP_OF_COLUMNS { 1 } else { 2 };
         let name = |text: String| CString::new(text).map_err(|_| CudaError::NotBuilt);
         let type_name = cache.dtype().name();
 
@@ -222,9 +243,9 @@ impl Attention {
             heads: heads as u32,
             decode,
             decode_shared: merge,
+            hopper,
             decode_blocks: context.attributes().multiprocessors * blocks[columns as usize - 1],
             prefill,
-            hopper: HopperPrefill::new(context, cache)?,
             prefill_rows: *rows,
             prefill_shared,
         })
@@ -284,9 +305,15 @@ impl Attention {
             window: window(shape),
             scores: Scores::new(shape, self.key_scale(scales)),
             value_scale: self.value_scale(scales),
+            cache_row: 0,
         };
         let chunks = workspace.max_context.div_ceil(LONGEST_CHUNK).max(FEW_CHUNKS) + 1;
         let units = (sequences * chunks).saturating_mul(self.kv_heads as usize);
+        if let Some(kernels) = self.hopper_for(cache)
+            && let Some(launched) = kernels.decode(stream, layer, units, parameters)
+        {
+            return launched;
+        }
         let blocks = units.min(self.decode_blocks as usize) as u32;
         let shared = self.decode_shared + 4 * (sequences as u32 + 1);
         // SAFETY: `Decode` is the kernel's parameter; what its addresses name is as large as the batch and the workspace
@@ -312,7 +339,7 @@ impl Attention {
         let op = "prefill attention";
         self.check(op, shape, cache, batch)?;
         let group = self.heads / self.kv_heads;
-        let hopper = self.hopper.as_ref().filter(|kernel| kernel.is_for(cache));
+        let hopper = self.hopper_for(cache).filter(|kernels| kernels.has_prefill());
         let tokens_per_tile = (if hopper.is_some() { hopper::ROWS } else { self.prefill_rows } / group) as usize;
         // Every sequence may end with a tile that is not full.
         let tiles = (tokens / tokens_per_tile).saturating_add(batch.sequences);
@@ -338,12 +365,19 @@ impl Attention {
             value_scale: self.value_scale(scales),
         };
         let tiles = if batch.sequences == 0 { 0 } else { tiles as u32 };
-        if let Some(kernel) = hopper {
-            return kernel.launch(stream, layer, self.kv_heads, tiles, parameters);
+        if let Some(launched) =
+            hopper.and_then(|kernels| kernels.prefill(stream, layer, self.kv_heads, tiles, parameters))
+        {
+            return launched;
         }
         let grid = [self.kv_heads, tiles, 1];
         // SAFETY: as in `decode`.
         unsafe { self.prefill.launch(stream, grid, [THREADS, 1, 1], self.prefill_shared, &mut arguments![parameters]) }
+    }
+
+    /// The kernels of sm_90a, which know one cache.
+    fn hopper_for(&self, cache: &CudaKvCache) -> Option<&Hopper> {
+        self.hopper.as_ref().filter(|kernels| kernels.is_for(cache))
     }
 
     fn key_scale(&self, scales: KvScales) -> f32 {

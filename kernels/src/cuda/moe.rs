@@ -14,8 +14,8 @@ use std::sync::Arc;
 const THREADS: u32 = 128;
 /// Threads of a block of the sort.
 const SORT_THREADS: u32 = 1024;
-/// Most pairs that one thread block routes and sorts.
-const FEW_PAIRS: usize = 1024;
+/// Most tokens that one thread block routes and sorts.
+const FEW_TOKENS: usize = 64;
 /// Most experts of a layer.
 pub const MAX_EXPERTS: usize = 512;
 /// Most experts of a token.
@@ -172,7 +172,7 @@ impl MoeKernels {
 
     /// Fills all `tables` from the router's logits, f32 rows `stride` elements apart with the experts from column `at`:
     /// softmax over all experts, then the most likely ones, of equals the lower index. One
-    /// launch for up to 1024 pairs, otherwise two.
+    /// launch for up to 64 tokens, otherwise two.
     ///
     /// # Errors
     /// [`CudaError`].
@@ -206,7 +206,7 @@ impl MoeKernels {
         };
         let sort =
             Sort { experts: tables.experts, offsets: tables.offsets, pairs: tables.pairs, rows: tables.rows, count };
-        if tokens * top_k <= FEW_PAIRS {
+        if tokens <= FEW_TOKENS {
             let parameters = RouteAndSort { route, sort };
             let grid = [u32::from(tokens > 0), 1, 1];
             // SAFETY: `RouteAndSort` is the kernel's parameter; the addresses name what `RoutingTables` and `logits` say,

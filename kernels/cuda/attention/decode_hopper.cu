@@ -1,0 +1,230 @@
+// Attention of single tokens on sm_90: the same units, arithmetic and order as decode.cu, fed by bulk copies. For heads of 64
+// elements in bf16 and of 128 in bf16 and E4M3, with up to eight query heads each.
+//
+// Of a thread block, one warp copies stored blocks into a ring in shared memory, far ahead of their use and across units;
+// four compute; two merge the four's sums in turn and write them, so that the others never wait for memory that is being
+// written.
+
+#include "attention/decode.cuh"
+#include "attention/hopper.cuh"
+
+// Other architectures have decode.cu.
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+
+namespace {
+
+using vt::Decode;
+using vt::Finished;
+using vt::kBlockLen;
+using vt::kWarps;
+using vt::Unit;
+
+constexpr uint32_t kThreads = 256;
+constexpr uint32_t kCopier = kWarps, kMergers = kWarps + 1;
+constexpr uint32_t kMostStages = 16;
+// Bytes of a row of a box, and of a box of 16 positions.
+constexpr uint32_t kRowBytes = 128, kBoxBytes = kBlockLen * kRowBytes;
+
+template <typename T, uint32_t D>
+struct Ring {
+    static constexpr uint32_t kBoxes = D * sizeof(T) / kRowBytes;
+    // Keys, then values.
+    static constexpr uint32_t kStageBytes = 2 * kBoxes * kBoxBytes;
+    static constexpr uint32_t kBytes = 65536, kStages = kBytes / kStageBytes;
+    static_assert(kStages <= kMostStages, "barriers for every stage");
+};
+
+// Addresses of barriers: a stage is filled, a stage is read, sums are there, sums are read.
+struct Barriers {
+    uint32_t first;
+    __device__ __forceinline__ uint32_t full(uint32_t stage) const { return first + 8 * stage; }
+    __device__ __forceinline__ uint32_t free(uint32_t stage) const { return first + 8 * (kMostStages + stage); }
+    __device__ __forceinline__ uint32_t summed(uint32_t i) const { return first + 8 * (2 * kMostStages + i); }
+    __device__ __forceinline__ uint32_t merged(uint32_t i) const { return first + 8 * (2 * kMostStages + 2 + i); }
+};
+
+// Eight elements from `element` on of a row in swizzled boxes.
+template <typename T>
+__device__ __forceinline__ void read_eight(uint32_t rows, uint32_t row, uint32_t element, uint32_t (&pairs)[4]) {
+    const uint32_t byte = element * sizeof(T);
+    const uint32_t at = rows + byte / kRowBytes * kBoxBytes + row * kRowBytes + (byte / 16 % 8 ^ row % 8) * 16 + byte % 16;
+    vt::Eight<T> eight;
+    if constexpr (sizeof(T) == 2) {
+        asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(eight.raw.x), "=r"(eight.raw.y), "=r"(eight.raw.z), "=r"(eight.raw.w)
+                     : "r"(at));
+    } else {
+        asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(eight.raw.x), "=r"(eight.raw.y) : "r"(at));
+    }
+    eight.widen(pairs);
+}
+
+// Keys and values of a block in the ring, as the products want them.
+template <typename T>
+struct RingKeys {
+    uint32_t rows, g, t;
+    __device__ __forceinline__ void widen(uint32_t r, uint32_t i, uint32_t (&pairs)[4]) const {
+        read_eight<T>(rows, g + 8 * r, 32 * i + 8 * t, pairs);
+    }
+};
+
+template <typename T>
+struct RingValues {
+    uint32_t rows, g, t;
+    // Places of the block that are visible; the others hold anything, a NaN of an earlier owner included.
+    uint32_t first, end;
+    __device__ __forceinline__ void widen(uint32_t r, uint32_t i, uint32_t (&pairs)[4]) const {
+        const uint32_t slot = 2 * t + (r & 1) + 8 * (r >> 1);
+        read_eight<T>(rows, slot, 64 * i + 8 * g, pairs);
+        if (slot < first || slot >= end) pairs[0] = pairs[1] = pairs[2] = pairs[3] = 0;
+    }
+};
+
+__device__ __forceinline__ uint32_t first_block(const Unit& u) { return u.begin / kBlockLen; }
+__device__ __forceinline__ uint32_t end_block(const Unit& u) { return (u.end + kBlockLen - 1) / kBlockLen; }
+
+template <typename T, uint32_t D>
+__device__ __forceinline__ void copy_blocks(const Decode& p, const CUtensorMap& map, const uint32_t* prefix, uint32_t units,
+                                            uint32_t ring, const Barriers& barriers, uint32_t lane) {
+    using R = Ring<T, D>;
+    // Block by block, counted through all units.
+    uint32_t count = 0;
+    for (uint32_t index = blockIdx.x; index < units; index += gridDim.x) {
+        const Unit u = vt::unit_of(p, prefix, index);
+        const uint32_t* table = p.block_tables + static_cast<uint64_t>(u.sequence) * p.table_stride;
+        const uint32_t end = end_block(u);
+        for (uint32_t base = first_block(u); base < end; base += 32) {
+            const uint32_t stored = base + lane < end ? table[base + lane] : 0, here = min(32u, end - base);
+            for (uint32_t i = 0; i < here; ++i, ++count) {
+                const uint32_t stage = count % R::kStages, block = __shfl_sync(~0u, stored, i);
+                if (count >= R::kStages) vt::barrier_wait(barriers.free(stage), (count / R::kStages & 1) ^ 1);
+                if (lane == 0) vt::barrier_expect(barriers.full(stage), R::kStageBytes);
+                __syncwarp();
+                if (lane < 2 * R::kBoxes) {
+                    const uint32_t values = lane / R::kBoxes, box = lane % R::kBoxes;
+                    const uint32_t row = p.cache_row + ((block * 2 + values) * p.kv_heads + u.head) * kBlockLen;
+                    vt::copy_box(ring + stage * R::kStageBytes + lane * kBoxBytes, &map, box * (kRowBytes / sizeof(T)), row,
+                                 barriers.full(stage));
+                }
+            }
+        }
+    }
+}
+
+template <typename T, uint32_t D>
+__device__ __forceinline__ void compute(const Decode& p, const uint32_t* prefix, uint32_t units, uint32_t ring,
+                                        const Barriers& barriers, vt::Merge<D, 1>* merges, uint32_t warp, uint32_t lane) {
+    using R = Ring<T, D>;
+    const uint32_t g = lane / 4, t = lane % 4;
+    uint32_t count = 0, turn = 0;
+    Unit u = vt::unit_of(p, prefix, blockIdx.x);
+    vt::Queries<D, 1> q;
+    q.load(p, u, lane);
+    for (uint32_t index = blockIdx.x; index < units; ++turn) {
+        // The next unit's queries are on their way while this one is computed.
+        index += gridDim.x;
+        Unit following = u;
+        vt::Queries<D, 1> following_q;
+        if (index < units) {
+            following = vt::unit_of(p, prefix, index);
+            following_q.load(p, following, lane);
+        }
+        vt::Sums<D, 1> sums;
+        sums.clear();
+        const uint32_t first = first_block(u), end = end_block(u);
+        for (uint32_t block = first + warp; block < end; block += kWarps) {
+            const uint32_t n = count + block - first, stage = n % R::kStages, position = block * kBlockLen;
+            vt::barrier_wait(barriers.full(stage), n / R::kStages & 1);
+            const uint32_t keys = ring + stage * R::kStageBytes, values = keys + R::kStageBytes / 2;
+            float s[1][4];
+            vt::multiply_keys<D>(RingKeys<T>{keys, g, t}, q, s);
+            uint32_t weights[1][2];
+            vt::weigh(p, s, position, u.begin, u.end, lane, sums, weights);
+            const uint32_t from = u.begin > position ? u.begin - position : 0, to = u.end - position;
+            vt::multiply_values<D>(RingValues<T>{values, g, t, from, to}, weights, sums);
+            __syncwarp();
+            if (lane == 0) vt::barrier_arrive(barriers.free(stage));
+        }
+        count += end - first;
+        if (turn >= 2) vt::barrier_wait(barriers.merged(turn % 2), (turn / 2 & 1) ^ 1);
+        vt::store(sums, merges[turn % 2], warp, lane);
+        __syncwarp();
+        if (lane == 0) vt::barrier_arrive(barriers.summed(turn % 2));
+        u = following;
+        q = following_q;
+    }
+}
+
+// Merges every second unit. A head whose last chunk comes with this warp's last unit is left to all warps.
+template <uint32_t D>
+__device__ __forceinline__ void merge_units(const Decode& p, const uint32_t* prefix, uint32_t units, const Barriers& barriers,
+                                            const vt::Merge<D, 1>& merge, Finished& finished, uint32_t which, uint32_t lane) {
+    uint32_t phase = 0;
+    for (uint32_t index = blockIdx.x + which * gridDim.x; index < units; index += 2 * gridDim.x, phase ^= 1) {
+        const Unit u = vt::unit_of(p, prefix, index);
+        vt::barrier_wait(barriers.summed(which), phase);
+        vt::merge_warps(p, u, merge, lane);
+        __syncwarp();
+        if (lane == 0) vt::barrier_arrive(barriers.merged(which));
+        if (u.chunks == 1 || !vt::finish_chunk(p, u, lane)) continue;
+        if (index + 2 * gridDim.x < units) vt::merge_chunks(p, u, 0, 1, lane);
+        else if (lane == 0) finished = {u, true};
+    }
+}
+
+template <typename T, uint32_t D>
+__device__ __forceinline__ void decode(const Decode& p, const CUtensorMap& map) {
+    extern __shared__ uint8_t dynamic[];
+    using R = Ring<T, D>;
+    // Swizzled boxes are aligned to 1024 bytes.
+    uint8_t* aligned = dynamic + (1024 - vt::shared_address(dynamic) % 1024) % 1024;
+    const uint32_t ring = vt::shared_address(aligned);
+    vt::Merge<D, 1>* merges = reinterpret_cast<vt::Merge<D, 1>*>(aligned + R::kBytes);
+    const Barriers barriers{ring + R::kBytes + 2 * static_cast<uint32_t>(sizeof(vt::Merge<D, 1>))};
+    uint32_t* prefix = reinterpret_cast<uint32_t*>(aligned + R::kBytes + 2 * sizeof(vt::Merge<D, 1>) + 8 * (2 * kMostStages + 4));
+    __shared__ Finished finished[2];
+
+    if (threadIdx.x == 0) {
+        for (uint32_t i = 0; i < R::kStages; ++i) {
+            vt::barrier_init(barriers.full(i), 1);
+            vt::barrier_init(barriers.free(i), 1);
+        }
+        for (uint32_t i = 0; i < 2; ++i) {
+            vt::barrier_init(barriers.summed(i), kWarps);
+            vt::barrier_init(barriers.merged(i), 1);
+            finished[i].any = false;
+        }
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        vt::publish_shared();
+    }
+    // Ends with a barrier of the block.
+    vt::count_chunks<kThreads>(p, prefix);
+    const uint32_t units = prefix[p.sequences] * p.kv_heads;
+    if (blockIdx.x >= units) return;
+    const uint32_t warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
+    if (warp < kWarps) {
+        compute<T, D>(p, prefix, units, ring, barriers, merges, warp, lane);
+    } else if (warp == kCopier) {
+        copy_blocks<T, D>(p, map, prefix, units, ring, barriers, lane);
+    } else if (warp < kMergers + 2) {
+        const uint32_t which = warp - kMergers;
+        merge_units<D>(p, prefix, units, barriers, merges[which], finished[which], which, lane);
+    }
+    __syncthreads();
+    const uint32_t half = warp / kWarps;
+    if (finished[half].any) vt::merge_chunks(p, finished[half].unit, warp % kWarps, kWarps, lane);
+}
+
+}  // namespace
+
+#define VT_DECODE(TYPE, NAME, D)                                                                                  \
+    extern "C" __global__ void __launch_bounds__(kThreads, 2)                                                     \
+        vt_decode_hopper_##NAME##_##D(const __grid_constant__ Decode p, const __grid_constant__ CUtensorMap map) { \
+        decode<TYPE, D>(p, map);                                                                                  \
+    }
+
+VT_DECODE(__nv_bfloat16, bf16, 64)
+VT_DECODE(__nv_bfloat16, bf16, 128)
+VT_DECODE(__nv_fp8_e4m3, e4m3, 128)
+
+#endif
