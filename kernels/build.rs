@@ -31,6 +31,8 @@ const SOURCES: &[&str] = &[
     "kv_cache/write",
     // Products with matrices.
     "gemm/generic",
+    "gemm_hopper/floats",
+    "gemm_hopper/integers",
     "moe/route",
     "sampling/sample",
 ];

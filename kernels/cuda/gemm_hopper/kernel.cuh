@@ -22,16 +22,22 @@ constexpr int kMaxParts = 8;
 // Types of `Arguments::row_scale_type`.
 constexpr uint32_t kRowScaleNone = 0, kRowScaleF32 = 1, kRowScaleBf16 = 2, kRowScaleF16 = 3;
 
+// Mirrored by `Arguments` in src/cuda/gemm/hopper/mod.rs.
 struct Arguments {
     TensorMap x;  // bf16 [M, K], box of kStep x (tokens of a tile / blocks of a cluster), swizzled by 128 bytes
-    const uint8_t* codes;
-    const uint8_t* scales;       // plane of the scales within K, or null
-    const void* row_scales;      // of a part or of a row, or null
-    const float* bias;           // [N], or null
-    void* out;                   // [M, N], bf16 or f32
-    float* partial;              // per worker and block of its cluster: sums of a tile that another worker owns
-    uint32_t* flags;             // per worker, block of its cluster and warpgroup: 1 while its sums wait to be read; 0 between launches
-    uint64_t out_stride;         // elements
+    // Bytes of a tile's codes (in units of 8), tiles along N, tile rows, experts; box of one step.
+    TensorMap codes;
+    // Bytes of a tile's scales within K, tiles along N, groups, experts; box of one step. Unused without such scales.
+    TensorMap scales;
+    const uint8_t* row_scales;  // of a part or of a row, or null
+    const float* bias;          // [N], or null
+    void* out;                  // [M, N], bf16 or f32
+    float* partial;             // per worker and block of its cluster: sums of a tile that another worker owns
+    uint32_t* flags;            // per worker, block of its cluster and warpgroup: 1 while its sums wait to be read; 0 between launches
+    const uint32_t* offsets;    // [experts + 1], or null
+    uint64_t expert_stride;     // bytes from the planes of an expert to those of the next
+    uint64_t out_stride;        // elements
+    uint32_t experts;
     uint32_t m, n;
     uint32_t group_size;         // columns of a scale
     uint32_t row_scale_type;
@@ -40,7 +46,7 @@ struct Arguments {
     uint32_t parts;
     uint32_t part_end[kMaxParts];  // row after the last of each part
     uint32_t out_f32;
-    uint32_t accumulate;         // 1: add to what `out` holds (f32)
+    uint32_t accumulate;  // 1: add to what `out` holds (f32)
     Schedule schedule;
 };
 
@@ -104,43 +110,28 @@ template <class S>
 __device__ __forceinline__ void produce(const Arguments& arguments, const Shared<S>& shared, uint32_t rank, uint32_t worker,
                                         uint32_t workers) {
     using Codec = typename S::Codec;
-    Walk walk(arguments.schedule, worker, workers);
+    Walk<S::kTokens> walk(arguments.schedule, arguments.m, arguments.offsets, arguments.experts, worker, workers);
     Segment segment;
     Ring<S::kStages> ring;
-    const uint32_t tiles = arguments.n / 64;
+    // What lies beyond N or M arrives as zeros, and counts.
+    constexpr uint32_t bytes = S::kTokenBytes + S::kCodeBytes + S::kScaleBytes;
     while (walk.next(segment)) {
-        const uint32_t tile = (segment.tile_n * S::kCluster + rank) * S::kTiles;
-        const uint32_t present = tile < tiles ? min(tiles - tile, uint32_t{S::kTiles}) : 0;
-        const uint32_t code_row = present * Codec::kTileBytes;
-        const uint32_t scale_row = present * 64 * Codec::kScaleBytes;
-        const uint32_t bytes = S::kTokenBytes + 4 * code_row + Codec::kScaleRows * scale_row;
-        const int token = segment.tile_m * S::kTokens + rank * (S::kTokens / S::kCluster);
+        const int tile = (segment.tile_n * S::kCluster + rank) * S::kTiles;
+        const int token = segment.token + rank * (S::kTokens / S::kCluster);
         for (uint32_t step = segment.begin; step < segment.end; ++step) {
             const uint32_t s = ring.stage;
             barrier_wait(&shared.empty[s], ring.parity ^ 1);
             barrier_expect(&shared.full[s], bytes);
+            copy_box(shared.codes + s * S::kCodeBytes, &arguments.codes, 0, tile, 4 * step, segment.expert, &shared.full[s]);
             uint8_t* tokens = shared.tokens + s * S::kTokenBytes + rank * (S::kTokenBytes / S::kCluster);
             if constexpr (S::kCluster == 1) {
                 copy_box(tokens, &arguments.x, step * kStep, token, &shared.full[s]);
             } else {
                 copy_box_multicast(tokens, &arguments.x, step * kStep, token, &shared.full[s], (1 << S::kCluster) - 1);
             }
-            if (present != 0) {
-                const uint8_t* from = arguments.codes + (uint64_t{4 * step} * tiles + tile) * Codec::kTileBytes;
-                uint8_t* to = shared.codes + s * S::kCodeBytes;
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    copy_bulk(to + i * S::kCodeRow, from + uint64_t{tiles} * Codec::kTileBytes * i, code_row, &shared.full[s]);
-                }
-                if constexpr (Codec::kScaleRows != 0) {
-                    const uint32_t group = Codec::kGroup == 64 ? step * kStep / arguments.group_size : step * Codec::kScaleRows;
-                    const uint64_t row = uint64_t{arguments.n} * Codec::kScaleBytes;
-                    const uint8_t* first = arguments.scales + group * row + uint64_t{tile} * 64 * Codec::kScaleBytes;
-#pragma unroll
-                    for (int i = 0; i < Codec::kScaleRows; ++i) {
-                        copy_bulk(shared.scales + s * S::kScaleBytes + i * S::kScaleRow, first + i * row, scale_row, &shared.full[s]);
-                    }
-                }
+            if constexpr (Codec::kScaleRows != 0) {
+                const uint32_t group = Codec::kGroup == 64 ? step * kStep / arguments.group_size : step * Codec::kScaleRows;
+                copy_box(shared.scales + s * S::kScaleBytes, &arguments.scales, 0, tile, group, segment.expert, &shared.full[s]);
             }
             ring.advance();
         }
@@ -182,34 +173,50 @@ __device__ __forceinline__ void leave(const Arguments& arguments, const Sums<S>&
     }
 }
 
-// Waits for sums that another worker left, adds them, and takes the flag down for the next launch.
+// Adds the sums that `count` workers from `first` on have left, in their order, and takes the flags down for the next launch.
 template <class S>
-__device__ __forceinline__ void collect(const Arguments& arguments, Sums<S>& sums, uint32_t block, int group) {
+__device__ __forceinline__ void collect(const Arguments& arguments, Sums<S>& sums, uint32_t first, uint32_t count, uint32_t rank,
+                                        int group) {
+    constexpr int quads = S::kBlocks * S::kTokens / 8;  // groups of four sums of a thread
+    constexpr int together = quads < 16 ? 16 / quads : 1;  // workers whose sums are under way at once
     const int thread = threadIdx.x % 128;
-    uint32_t* flag = arguments.flags + block * S::kGroups + group;
-    if (thread == 0) {
-        uint32_t value;
-        do {
-            asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(flag) : "memory");
-        } while (value == 0);
-        *flag = 0;
-    }
-    named_barrier(1 + group, 128);
-    const float4* from = reinterpret_cast<const float4*>(arguments.partial + uint64_t{block} * S::kPartialFloats) +
-                         group * (S::kPartialFloats / S::kGroups / 4) + thread;
+    for (uint32_t done = 0; done < count; done += together) {
+        const uint32_t now = min(count - done, uint32_t{together});
+        if (thread < now) {
+            uint32_t* flag = arguments.flags + ((first + done + thread) * S::kCluster + rank) * S::kGroups + group;
+            uint32_t value;
+            do {
+                asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(flag) : "memory");
+            } while (value == 0);
+            *flag = 0;
+        }
+        named_barrier(1 + group, 128);
+        float4 other[together][quads];
 #pragma unroll
-    for (int b = 0; b < S::kBlocks; ++b) {
+        for (int w = 0; w < together; ++w) {
+            const uint64_t block = (first + done + w) * S::kCluster + rank;
+            const float4* from = reinterpret_cast<const float4*>(arguments.partial + block * S::kPartialFloats) +
+                                 group * (S::kPartialFloats / S::kGroups / 4) + thread;
 #pragma unroll
-        for (int i = 0; i < S::kTokens / 8; ++i) {
-            const float4 v = __ldcg(from + 128 * (b * (S::kTokens / 8) + i));
-            sums[b][4 * i] += v.x, sums[b][4 * i + 1] += v.y, sums[b][4 * i + 2] += v.z, sums[b][4 * i + 3] += v.w;
+            for (int i = 0; i < quads; ++i) {
+                if (w < now) other[w][i] = __ldcg(from + 128 * i);
+            }
+        }
+#pragma unroll
+        for (int w = 0; w < together; ++w) {
+            if (w >= now) break;
+#pragma unroll
+            for (int i = 0; i < quads; ++i) {
+                float* to = &sums[i / (S::kTokens / 8)][4 * (i % (S::kTokens / 8))];
+                to[0] += other[w][i].x, to[1] += other[w][i].y, to[2] += other[w][i].z, to[3] += other[w][i].w;
+            }
         }
     }
 }
 
 // What row n is multiplied by.
 template <int Short>
-__device__ __forceinline__ float row_factor(const Arguments& arguments, uint32_t n) {
+__device__ __forceinline__ float row_factor(const Arguments& arguments, uint32_t expert, uint32_t n) {
     const float power = __uint_as_float(static_cast<uint32_t>(Short + 127) << 23);
     if (arguments.row_scale_type == kRowScaleNone) return power;
     uint32_t index = n;
@@ -217,13 +224,14 @@ __device__ __forceinline__ float row_factor(const Arguments& arguments, uint32_t
         index = 0;
         while (index + 1 < arguments.parts && n >= arguments.part_end[index]) ++index;
     }
+    const uint8_t* scales = arguments.row_scales + expert * arguments.expert_stride;
     float scale;
     if (arguments.row_scale_type == kRowScaleF32) {
-        scale = static_cast<const float*>(arguments.row_scales)[index];
+        scale = reinterpret_cast<const float*>(scales)[index];
     } else if (arguments.row_scale_type == kRowScaleBf16) {
-        scale = __bfloat162float(static_cast<const __nv_bfloat16*>(arguments.row_scales)[index]);
+        scale = __bfloat162float(reinterpret_cast<const __nv_bfloat16*>(scales)[index]);
     } else {
-        scale = __half2float(static_cast<const __half*>(arguments.row_scales)[index]);
+        scale = __half2float(reinterpret_cast<const __half*>(scales)[index]);
     }
     return power * (arguments.row_scale_divides != 0 ? 1.0f / scale : scale);
 }
@@ -231,14 +239,14 @@ __device__ __forceinline__ float row_factor(const Arguments& arguments, uint32_t
 // Scales the sums, turns them round through the warp's own part of shared memory, and stores whole runs of a token's row.
 template <class S>
 __device__ __forceinline__ void store(const Arguments& arguments, Sums<S>& sums, uint8_t* out, uint32_t first_row,
-                                      uint32_t first_token, int lane) {
+                                      const Segment& segment, int lane) {
     if (first_row >= arguments.n) return;
 #pragma unroll
     for (int b = 0; b < S::kBlocks; ++b) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const uint32_t n = first_row + 16 * b + 8 * h + lane / 4;
-            const float factor = row_factor<S::Codec::kShort>(arguments, n);
+            const float factor = row_factor<S::Codec::kShort>(arguments, segment.expert, n);
             const float bias = arguments.bias != nullptr ? arguments.bias[n] : 0.0f;
 #pragma unroll
             for (int i = 0; i < S::kTokens / 8; ++i) {
@@ -264,8 +272,8 @@ __device__ __forceinline__ void store(const Arguments& arguments, Sums<S>& sums,
 #pragma unroll
             for (int pass = 0; pass < per_row / 2; ++pass) {
                 const int row = pass * (32 / per_row) + lane / per_row, column = 4 * (lane % per_row);
-                const uint32_t token = first_token + 16 * chunk + row;
-                if (token < arguments.m) {
+                const uint32_t token = segment.token + 16 * chunk + row;
+                if (token < segment.token_end) {
                     float4 v = *reinterpret_cast<const float4*>(buffer + row * S::kPitchF32 + column);
                     float4* to = reinterpret_cast<float4*>(static_cast<float*>(arguments.out) + token * arguments.out_stride +
                                                            first_row + column);
@@ -302,8 +310,8 @@ __device__ __forceinline__ void store(const Arguments& arguments, Sums<S>& sums,
 #pragma unroll
             for (int pass = 0; pass < per_row / 2; ++pass) {
                 const int row = pass * (32 / per_row) + lane / per_row, column = 8 * (lane % per_row);
-                const uint32_t token = first_token + 16 * chunk + row;
-                if (token < arguments.m) {
+                const uint32_t token = segment.token + 16 * chunk + row;
+                if (token < segment.token_end) {
                     *reinterpret_cast<uint4*>(static_cast<__nv_bfloat16*>(arguments.out) + token * arguments.out_stride + first_row +
                                               column) = *reinterpret_cast<const uint4*>(buffer + row * S::kPitchBf16 + column);
                 }
@@ -327,7 +335,7 @@ __device__ __forceinline__ void consume(const Arguments& arguments, const Shared
     const uint8_t* my_scales = shared.scales + tile * 64 * Codec::kScaleBytes;
     uint8_t* out = shared.out + (group * 4 + warp) * 16 * S::kPitchF32 * 4;
 
-    Walk walk(arguments.schedule, worker, workers);
+    Walk<S::kTokens> walk(arguments.schedule, arguments.m, arguments.offsets, arguments.experts, worker, workers);
     Segment segment;
     Ring<S::kStages> ring;
     while (walk.next(segment)) {
@@ -406,15 +414,14 @@ __device__ __forceinline__ void consume(const Arguments& arguments, const Shared
             continue;
         }
         if (segment.end != arguments.schedule.steps) {
-            uint32_t other = worker;
-            const uint64_t begin = Walk::start(arguments.schedule, worker + 1, workers) - segment.end;  // of the tile
-            do {
-                ++other;
-                collect<S>(arguments, sums, other * S::kCluster + rank, group);
-            } while (Walk::start(arguments.schedule, other + 1, workers) < begin + arguments.schedule.steps);
+            const uint64_t tile_end =
+                Walk<S::kTokens>::start(arguments.schedule, worker + 1, workers) - segment.end + arguments.schedule.steps;
+            uint32_t others = 1;
+            while (Walk<S::kTokens>::start(arguments.schedule, worker + others + 1, workers) < tile_end) ++others;
+            collect<S>(arguments, sums, worker + 1, others, rank, group);
         }
         const uint32_t row = (segment.tile_n * S::kCluster + rank) * S::kRows + (group * 4 + warp) * 16 * S::kBlocks;
-        store<S>(arguments, sums, out, row, segment.tile_m * S::kTokens, lane);
+        store<S>(arguments, sums, out, row, segment, lane);
     }
 }
 
@@ -431,6 +438,8 @@ __device__ __forceinline__ void gemm(const Arguments& arguments) {
         }
         barrier_init_fence();
         prefetch_map(&arguments.x);
+        prefetch_map(&arguments.codes);
+        if constexpr (S::Codec::kScaleRows != 0) prefetch_map(&arguments.scales);
     }
     __syncthreads();
     if constexpr (S::kCluster > 1) cluster_sync();

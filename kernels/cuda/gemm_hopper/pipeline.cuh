@@ -52,11 +52,12 @@ __device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity)
         : "memory");
 }
 
-// Contiguous bytes, a multiple of 16 at addresses that are.
-__device__ __forceinline__ void copy_bulk(void* to, const void* from, uint32_t bytes, uint64_t* barrier) {
+// The box of a tensor map of four axes; what lies outside of the tensor becomes zero.
+__device__ __forceinline__ void copy_box(void* to, const TensorMap* map, int c0, int c1, int c2, int c3, uint64_t* barrier) {
     asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(to)),
-        "l"(from), "r"(bytes), "r"(shared_address(barrier))
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(
+            shared_address(to)),
+        "l"(map), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(shared_address(barrier))
         : "memory");
 }
 

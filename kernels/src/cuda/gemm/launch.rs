@@ -1,5 +1,6 @@
 //! The kernels of a device, and the choice among them.
 
+use super::hopper::Hopper;
 use super::matrix::Form;
 use super::params::{Raw, Request};
 use super::{DeviceMatrix, ExpertGroups, GemmRequest, checks};
@@ -19,6 +20,7 @@ const MAX_GRID_Y: u32 = 65_535;
 #[derive(Debug)]
 pub struct Gemm {
     generic: [Function; 3],
+    hopper: Option<Hopper>,
     /// Codebooks of the raw formats, one after the other.
     grids: DeviceMemory,
 }
@@ -39,13 +41,14 @@ impl Gemm {
             raw::FORMATS.iter().flat_map(|format| format.grid()).flat_map(|entry| entry.to_le_bytes()).collect();
         let memory = DeviceMemory::new(context, grids.len() as u64, "codebooks")?;
         memory.write(0, &grids)?;
-        Ok(Self { generic, grids: memory })
+        Ok(Self { generic, hopper: Hopper::new(context)?, grids: memory })
     }
 
     /// Bytes of workspace that products of up to `max_m` rows with this matrix need. The workspace must be zero before its
     /// first use, and may serve any number of launches that follow each other in one stream.
     pub fn workspace_bytes(&self, _matrix: &DeviceMatrix, _max_m: u32) -> u64 {
-        0
+        // At its start, of one size for all products, what the kernels of Hopper use.
+        self.hopper.as_ref().map_or(0, Hopper::workspace_bytes)
     }
 
     /// Starts one product.
@@ -57,9 +60,14 @@ impl Gemm {
         stream: &CudaStream,
         matrix: &DeviceMatrix,
         request: &GemmRequest,
-        _workspace: u64,
+        workspace: u64,
     ) -> Result<(), CudaError> {
         let checked = checks::check(matrix, request, None)?;
+        if let (Some(hopper), false) = (&self.hopper, request.deterministic)
+            && hopper.launch(stream, matrix, &checked, None, workspace)?
+        {
+            return Ok(());
+        }
         self.generic(stream, matrix, &checked, 1)
     }
 
@@ -74,9 +82,14 @@ impl Gemm {
         matrix: &DeviceMatrix,
         request: &GemmRequest,
         groups: &ExpertGroups,
-        _workspace: u64,
+        workspace: u64,
     ) -> Result<(), CudaError> {
         let checked = checks::check(matrix, request, Some(groups))?;
+        if let (Some(hopper), false) = (&self.hopper, request.deterministic)
+            && hopper.launch(stream, matrix, &checked, Some(groups), workspace)?
+        {
+            return Ok(());
+        }
         self.generic(stream, matrix, &checked, groups.count)
     }
 

@@ -3,6 +3,7 @@
 //! - `params`: what kernels are given, and the sizes of it;
 //! - [`DeviceMatrix`]: a matrix as a bundle stores it, checked against its geometry once;
 //! - `checks`: what a launch may ask for;
+//! - `hopper`: products with many rows on Hopper;
 //! - [`Gemm`]: the kernels of a device, and the choice among them.
 //!
 //! Activations are bf16, sums f32. N' is the padded N of a tiled matrix. Launches neither allocate nor wait, and may be
@@ -10,6 +11,7 @@
 
 mod checks;
 mod embed;
+mod hopper;
 mod launch;
 mod matrix;
 mod params;

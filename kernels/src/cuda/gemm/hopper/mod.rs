@@ -1,0 +1,275 @@
+//! Products with many rows on Hopper (`cuda/gemm_hopper/`): weights unpacked into registers as the A operand of wgmma,
+//! activations copied into shared memory by the copy engine.
+//!
+//! - `encodings`: which matrices the kernels read, and how;
+//! - `schedule`: tiles, and who computes which;
+//! - here: the kernels of a device, tensor maps, launches.
+
+mod encodings;
+mod schedule;
+
+use super::matrix::Form;
+use super::params::Request;
+use super::{DeviceMatrix, ExpertGroups};
+use crate::cuda::error::Named;
+use crate::cuda::module::{Function, Module, arguments};
+use crate::cuda::{CudaContext, CudaError, CudaStream};
+use cudarc::driver::sys::{self, CUtensorMapDataType as DataType, CUtensorMapSwizzle as Swizzle};
+use encodings::{ENCODINGS, Encoding, MAX_PARTS, Reading};
+use schedule::{Plan, SHAPES, Schedule, THREADS};
+use std::ffi::CString;
+use std::sync::Arc;
+use vt_bundle::layout::TiledMatrix;
+
+/// Compute capability of the kernels; they have no other.
+const CAPABILITY: u32 = 90;
+/// Fewest rows that the kernels are chosen for: below, the reading of weights is all, and other kernels do it better.
+const MIN_ROWS: u32 = 33;
+/// Bytes of the flags at the start of the workspace.
+const FLAG_BYTES: u64 = 4096;
+
+/// What a kernel is given; a mirror of `Arguments` in `kernel.cuh`.
+#[repr(C, align(64))]
+struct Arguments {
+    x: [u64; 16],
+    codes: [u64; 16],
+    scales: [u64; 16],
+    row_scales: u64,
+    bias: u64,
+    out: u64,
+    partial: u64,
+    flags: u64,
+    offsets: u64,
+    expert_stride: u64,
+    out_stride: u64,
+    experts: u32,
+    m: u32,
+    n: u32,
+    group_size: u32,
+    row_scale_type: u32,
+    row_scale_of_part: u32,
+    row_scale_divides: u32,
+    parts: u32,
+    part_end: [u32; MAX_PARTS],
+    out_f32: u32,
+    accumulate: u32,
+    schedule: Schedule,
+}
+
+/// The kernels of a Hopper device.
+#[derive(Debug)]
+pub(super) struct Hopper {
+    /// By encoding and shape.
+    functions: Vec<Vec<Function>>,
+    multiprocessors: u32,
+}
+
+impl Hopper {
+    /// Loads the kernels; `None` on other devices.
+    ///
+    /// # Errors
+    /// [`CudaError`] where the build lacks them.
+    pub(super) fn new(context: &Arc<CudaContext>) -> Result<Option<Self>, CudaError> {
+        if context.attributes().capability != CAPABILITY {
+            return Ok(None);
+        }
+        let modules = [Module::load(context, "gemm_hopper/floats")?, Module::load(context, "gemm_hopper/integers")?];
+        let mut functions = Vec::with_capacity(ENCODINGS.len());
+        for encoding in ENCODINGS {
+            let module = &modules[usize::from(encoding.name.starts_with("int"))];
+            let mut of_shapes = Vec::with_capacity(SHAPES.len());
+            for shape in SHAPES {
+                let name = CString::new(format!("vt_hopper_{}_{}", encoding.name, shape.name)).unwrap_or_default();
+                of_shapes.push(module.function(&name, shape.shared_bytes(encoding))?);
+            }
+            functions.push(of_shapes);
+        }
+        Ok(Some(Self { functions, multiprocessors: context.attributes().multiprocessors }))
+    }
+
+    /// Bytes at the start of a workspace that belong to these kernels, whatever the product: flags, which are zero between
+    /// launches, and sums of tiles that several blocks share, which are not.
+    pub(super) fn workspace_bytes(&self) -> u64 {
+        let most = SHAPES.iter().map(|shape| shape.floats()).max().unwrap_or(0);
+        FLAG_BYTES + u64::from(self.multiprocessors) * u64::from(most) * 4
+    }
+
+    /// How the kernels read the matrix, where they are the ones for this product.
+    fn reading(&self, matrix: &DeviceMatrix, request: &Request) -> Option<Reading> {
+        let Form::Tiled { matrix, .. } = &matrix.form else { return None };
+        // Rows of activations are copied, and results stored, 16 bytes at a time.
+        let out_align = if request.out_bf16 == 1 { 8 } else { 4 };
+        let aligned = request.x.is_multiple_of(16)
+            && request.x_stride.is_multiple_of(8)
+            && request.out.is_multiple_of(16)
+            && request.out_stride.is_multiple_of(out_align);
+        if !aligned || request.m < MIN_ROWS { None } else { Reading::of(matrix) }
+    }
+
+    /// Starts the product where these kernels are the ones for it, and says whether it did.
+    ///
+    /// # Errors
+    /// [`CudaError::Call`].
+    pub(super) fn launch(
+        &self,
+        stream: &CudaStream,
+        matrix: &DeviceMatrix,
+        request: &Request,
+        groups: Option<&ExpertGroups>,
+        workspace: u64,
+    ) -> Result<bool, CudaError> {
+        let Form::Tiled { matrix: geometry, params } = &matrix.form else { return Ok(false) };
+        let Some(reading) = self.reading(matrix, request) else { return Ok(false) };
+        let encoding = &ENCODINGS[reading.encoding];
+        let experts = groups.map_or(1, |groups| groups.count);
+        let plan = match groups {
+            None => Plan::cheapest(request.n, params.k, request.m, encoding.bits, self.multiprocessors),
+            Some(_) => Plan::of_experts(request.n, params.k, request.m, experts, self.multiprocessors),
+        };
+        let shape = &SHAPES[plan.shape];
+        let address = |plane: usize| match plane.checked_sub(geometry.spec.codes.len()) {
+            None => params.codes[plane].data,
+            Some(scale) => params.scales[scale].data,
+        };
+        let maps = Maps { geometry, rows: shape.rows(), experts, stride: request.expert_stride };
+        let mut parts = [0; MAX_PARTS];
+        for (end, part) in parts.iter_mut().zip(&geometry.parts) {
+            *end = (part.start + part.padded()) as u32;
+        }
+        let row_scale = reading.row_scale;
+        let arguments = Arguments {
+            x: activations(request, params.k, shape.tokens / shape.cluster)?,
+            codes: maps.codes(address(0), encoding.bits)?,
+            scales: match reading.scales {
+                Some(plane) => maps.scales(address(plane), encoding)?,
+                None => [0; 16],
+            },
+            row_scales: row_scale.map_or(0, |scale| address(scale.plane)),
+            bias: request.bias,
+            out: request.out,
+            partial: workspace + FLAG_BYTES,
+            flags: workspace,
+            offsets: request.offsets,
+            expert_stride: request.expert_stride,
+            out_stride: u64::from(request.out_stride),
+            experts,
+            m: request.m,
+            n: request.n,
+            group_size: geometry.group_size as u32,
+            row_scale_type: row_scale.map_or(0, |scale| scale.dtype),
+            row_scale_of_part: row_scale.map_or(0, |scale| u32::from(scale.of_part)),
+            row_scale_divides: row_scale.map_or(0, |scale| u32::from(scale.divides)),
+            parts: geometry.parts.len() as u32,
+            part_end: parts,
+            out_f32: 1 - request.out_bf16,
+            accumulate: request.accumulate,
+            schedule: plan.schedule,
+        };
+        let grid = [plan.workers * shape.cluster, 1, 1];
+        let function = &self.functions[reading.encoding][plan.shape];
+        let shared = shape.shared_bytes(encoding);
+        // SAFETY: the argument is the kernel's; planes are those of the geometry, the request is checked against it, and the
+        // workspace has the bytes that `workspace_bytes` asks for; the caller keeps all of it allocated.
+        unsafe { function.launch(stream, grid, [THREADS, 1, 1], shared, &mut arguments![arguments])? };
+        Ok(true)
+    }
+}
+
+/// Tensor maps of a matrix's planes.
+struct Maps<'a> {
+    geometry: &'a TiledMatrix,
+    /// Rows of N of a tile of the product.
+    rows: u32,
+    experts: u32,
+    /// Bytes from an expert to the next.
+    stride: u64,
+}
+
+impl Maps<'_> {
+    /// Box: the tiles of a step, 64 columns. Elements are of 8 bytes, as an axis of a box has at most 256.
+    fn codes(&self, address: u64, bits: u32) -> Result<[u64; 16], CudaError> {
+        let tile = 128 * u64::from(bits);
+        let tile_rows = self.geometry.padded_k() / 16;
+        self.encode(DataType::CU_TENSOR_MAP_DATA_TYPE_FLOAT64, 8, address, tile, tile_rows, 4)
+    }
+
+    /// Box: the scales of a step.
+    fn scales(&self, address: u64, encoding: &Encoding) -> Result<[u64; 16], CudaError> {
+        let tile = 64 * u64::from(encoding.scale_bytes);
+        let groups = self.geometry.k / self.geometry.group_size.max(1);
+        self.encode(DataType::CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, address, tile, groups, encoding.scale_rows)
+    }
+
+    /// `tile` bytes for 64 rows of N, those of all of N adjacent, `along_k` such runs.
+    fn encode(
+        &self,
+        dtype: DataType,
+        element: u64,
+        address: u64,
+        tile: u64,
+        along_k: u64,
+        box_k: u32,
+    ) -> Result<[u64; 16], CudaError> {
+        let tiles = self.geometry.padded_n() / 64;
+        let dims = [tile / element, tiles, along_k, u64::from(self.experts)];
+        // One expert has no next one, and a stride of nothing is refused.
+        let run = tile * tiles;
+        let stride = if self.experts > 1 { self.stride } else { run * along_k };
+        let boxed = [(tile / element) as u32, self.rows / 64, box_k, 1];
+        encode(dtype, address, &dims, &[tile, run, stride], &boxed, Swizzle::CU_TENSOR_MAP_SWIZZLE_NONE)
+    }
+}
+
+/// Tensor map of the activations. Box: 64 columns of `tokens` rows.
+fn activations(request: &Request, k: u32, tokens: u32) -> Result<[u64; 16], CudaError> {
+    let dims = [u64::from(k), u64::from(request.m)];
+    let strides = [u64::from(request.x_stride) * 2];
+    let swizzle = Swizzle::CU_TENSOR_MAP_SWIZZLE_128B;
+    encode(DataType::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, request.x, &dims, &strides, &[64, tokens], swizzle)
+}
+
+/// Encodes a map: axes innermost first, `strides` of all but the first in bytes. What a box has beyond the tensor is zero.
+fn encode(
+    dtype: DataType,
+    address: u64,
+    dims: &[u64],
+    strides: &[u64],
+    boxed: &[u32],
+    swizzle: Swizzle,
+) -> Result<[u64; 16], CudaError> {
+    let mut map = sys::CUtensorMap { opaque: [0; 16] };
+    let ones = [1u32; 4];
+    // SAFETY: the arrays have an element per axis (strides one less), at most four; the map is written, nothing else.
+    unsafe {
+        sys::cuTensorMapEncodeTiled(
+            &mut map,
+            dtype,
+            dims.len() as u32,
+            address as *mut _,
+            dims.as_ptr(),
+            strides.as_ptr(),
+            boxed.as_ptr(),
+            ones.as_ptr(),
+            sys::CUtensorMapInterleave::CU_TENSOR_MAP_INTERLEAVE_NONE,
+            swizzle,
+            sys::CUtensorMapL2promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            sys::CUtensorMapFloatOOBfill::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        )
+    }
+    .result()
+    .named("cuTensorMapEncodeTiled")?;
+    Ok(map.opaque)
+}
+
+const _: () = assert!(schedule::flag_words() * 4 <= FLAG_BYTES, "flags of every block");
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn arguments_are_laid_out_as_in_the_header() {
+        // Three maps, eight addresses and strides, 8 + 8 + 2 words and the schedule, rounded up to the alignment.
+        assert_eq!(size_of::<Arguments>(), (3 * 128 + 8 * 8 + 4 * (8 + MAX_PARTS + 2 + 5)).next_multiple_of(64));
+    }
+}

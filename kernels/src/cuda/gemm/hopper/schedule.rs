@@ -1,0 +1,203 @@
+//! How a product is cut up: the shape of tiles, and who computes which. Pure functions of sizes.
+
+use super::encodings::Encoding;
+
+/// Tile of a kernel; the numbers are template arguments of `Shape` in `kernel.cuh`.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Shape {
+    /// Part of the kernel's name.
+    pub name: &'static str,
+    /// Blocks of 16 rows of N of a warp.
+    pub blocks: u32,
+    /// Tokens of a tile.
+    pub tokens: u32,
+    /// Blocks of a cluster, neighbours along N that share the copying of tokens.
+    pub cluster: u32,
+    /// Stages of the ring, for codes of 4 and of 8 bits.
+    pub stages: [u32; 2],
+    /// Cycles of a step of 64 columns, measured where nothing else limits; for codes of 4 and of 8 bits.
+    pub step_cycles: [u32; 2],
+}
+
+/// Consumer warpgroups of a block.
+pub(super) const GROUPS: u32 = 2;
+/// Threads of a block: the consumers and a producer warpgroup.
+pub(super) const THREADS: u32 = 128 * (GROUPS + 1);
+
+/// The shapes, as instantiated in `entries.cuh`.
+pub(super) const SHAPES: &[Shape] = &[
+    Shape { name: "b1_t64", blocks: 1, tokens: 64, cluster: 1, stages: [10, 8], step_cycles: [640, 780] },
+    Shape { name: "b2_t64", blocks: 2, tokens: 64, cluster: 1, stages: [8, 6], step_cycles: [1000, 1070] },
+    Shape { name: "b1_t128", blocks: 1, tokens: 128, cluster: 1, stages: [8, 6], step_cycles: [800, 900] },
+    Shape { name: "b2_t128", blocks: 2, tokens: 128, cluster: 1, stages: [6, 5], step_cycles: [1330, 1380] },
+    Shape { name: "b1_t256", blocks: 1, tokens: 256, cluster: 1, stages: [5, 4], step_cycles: [1180, 1250] },
+    Shape { name: "b1_t256_c2", blocks: 1, tokens: 256, cluster: 2, stages: [5, 4], step_cycles: [1190, 1260] },
+];
+
+/// Cycles that taking in another block's sums adds, at least and per float of a thread; measured.
+const COLLECT_CYCLES: u32 = 2000;
+const COLLECT_FLOAT_CYCLES: u32 = 20;
+/// Cycles of a tile's way out, per float of a thread.
+const STORE_FLOAT_CYCLES: u32 = 24;
+
+impl Shape {
+    /// Rows of N of a tile.
+    pub(super) const fn rows(&self) -> u32 {
+        64 * self.blocks * GROUPS
+    }
+
+    /// Sums of a tile.
+    pub(super) const fn floats(&self) -> u32 {
+        self.rows() * self.tokens
+    }
+
+    /// Sums of a thread.
+    const fn thread_floats(&self) -> u32 {
+        self.floats() / (128 * GROUPS)
+    }
+
+    /// Bytes of shared memory, as `kSharedBytes`: the ring, each warp's way out, barriers, and what alignment to 1024 may take.
+    pub(super) const fn shared_bytes(&self, encoding: &Encoding) -> u32 {
+        let stages = self.stages[(encoding.bits == 8) as usize];
+        let scales = encoding.scale_rows * encoding.scale_bytes * self.rows();
+        let stage = self.tokens * 128 + self.rows() * 64 * encoding.bits / 8 + scales;
+        let out = 4 * GROUPS * 16 * (16 * self.blocks + 4) * 4;
+        1024 + stages * stage + out + 16 * stages
+    }
+}
+
+/// Flags of the workspace: one a block and warpgroup, for more multiprocessors than any device has.
+pub(super) const fn flag_words() -> u64 {
+    256 * GROUPS as u64
+}
+
+/// Who computes what; a mirror of `Schedule` in `schedule.cuh`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Schedule {
+    pub tiles_n: u32,
+    pub tiles_m: u32,
+    pub group_m: u32,
+    pub steps: u32,
+    pub split_tiles: u32,
+}
+
+/// A cut and its kernel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Plan {
+    /// Index among [`SHAPES`].
+    pub shape: usize,
+    /// Clusters.
+    pub workers: u32,
+    pub schedule: Schedule,
+}
+
+/// Tiles along the tokens that are walked through together: their activations stay in L2 while all of N passes.
+const GROUP_M: u32 = 8;
+
+impl Plan {
+    /// The cheapest cut by the measured costs, for `sms` multiprocessors.
+    pub(super) fn cheapest(n: u32, k: u32, m: u32, bits: u32, sms: u32) -> Self {
+        let plans = (0..SHAPES.len()).flat_map(|shape| [false, true].map(|split| Self::new(shape, split, n, k, m, sms)));
+        plans.min_by_key(|plan| plan.cycles(bits)).unwrap_or_else(|| Self::new(0, true, n, k, m, sms))
+    }
+
+    /// One cut. Not split, every tile has one worker; split, tiles that would fill the device only in part are divided evenly.
+    pub(super) fn new(shape: usize, split: bool, n: u32, k: u32, m: u32, sms: u32) -> Self {
+        let Shape { tokens, cluster, .. } = SHAPES[shape];
+        let steps = k / 64;
+        let (tiles_n, tiles_m) = (n.div_ceil(SHAPES[shape].rows() * cluster), m.div_ceil(tokens));
+        let tiles = tiles_n * tiles_m;
+        let sms = sms / cluster;
+        let rest = tiles % sms;
+        let (workers, split_tiles) = match (split && rest != 0, tiles < sms) {
+            (false, _) => (tiles.min(sms), 0),
+            // No more blocks than steps: every one has something to do.
+            (true, true) => ((u64::from(tiles) * u64::from(steps)).min(u64::from(sms)) as u32, tiles),
+            (true, false) => (sms, rest + sms),
+        };
+        Self { shape, workers, schedule: Schedule { tiles_n, tiles_m, group_m: GROUP_M, steps, split_tiles } }
+    }
+
+    /// The cut of products of `experts` matrices with `m` rows together; who has how many is known on the device only. Nothing
+    /// is split: there are many tiles.
+    pub(super) fn of_experts(n: u32, k: u32, m: u32, experts: u32, sms: u32) -> Self {
+        // Tiles of about the rows that an expert has on average.
+        let rows = m / experts.max(1);
+        let name = match rows {
+            0..96 => "b2_t64",
+            96..192 => "b2_t128",
+            _ => "b1_t256",
+        };
+        let shape = SHAPES.iter().position(|shape| shape.name == name).unwrap_or(0);
+        let Shape { tokens, cluster, .. } = SHAPES[shape];
+        let tiles_n = n.div_ceil(SHAPES[shape].rows() * cluster);
+        // Every expert may have a tile that is not full.
+        let tiles = u64::from(tiles_n) * (u64::from(m / tokens) + u64::from(experts));
+        let workers = tiles.min(u64::from(sms / cluster)) as u32;
+        Self { shape, workers, schedule: Schedule { tiles_n, tiles_m: 0, group_m: 1, steps: k / 64, split_tiles: 0 } }
+    }
+
+    /// Cycles of the worker with the most work.
+    fn cycles(&self, bits: u32) -> u64 {
+        let shape = &SHAPES[self.shape];
+        let s = &self.schedule;
+        let (workers, floats) = (u64::from(self.workers), u64::from(shape.thread_floats()));
+        let whole = u64::from(s.tiles_n * s.tiles_m - s.split_tiles).div_ceil(workers);
+        let line = u64::from(s.split_tiles) * u64::from(s.steps);
+        let mut cycles = (whole * u64::from(s.steps) + line.div_ceil(workers)) * u64::from(shape.step_cycles[usize::from(bits == 8)]);
+        cycles += (whole + line.div_ceil(workers * u64::from(s.steps))) * floats * u64::from(STORE_FLOAT_CYCLES);
+        if line > 0 {
+            // Blocks that a tile is divided over, besides its owner.
+            let others = workers.div_ceil(u64::from(s.split_tiles));
+            cycles += others * (u64::from(COLLECT_CYCLES) + floats * u64::from(COLLECT_FLOAT_CYCLES));
+        }
+        cycles
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::encodings::ENCODINGS;
+    use super::*;
+
+    const SMS: u32 = 132;
+
+    #[test]
+    fn every_step_has_a_block() {
+        for n in [64, 320, 4096, 24576] {
+            for k in [64, 512, 4096] {
+                for m in [1, 64, 130, 512, 8192] {
+                    for shape in 0..SHAPES.len() {
+                        for split in [false, true] {
+                            let plan = Plan::new(shape, split, n, k, m, SMS);
+                            let s = plan.schedule;
+                            assert!(plan.workers > 0 && plan.workers * SHAPES[shape].cluster <= SMS, "{plan:?}");
+                            assert!(s.split_tiles <= s.tiles_n * s.tiles_m, "{plan:?}");
+                            // A block without a step would be waited for in vain.
+                            assert!(s.split_tiles == 0 || s.split_tiles * s.steps >= plan.workers, "{plan:?}");
+                            assert!(s.tiles_n * SHAPES[shape].rows() * SHAPES[shape].cluster >= n && s.tiles_m * SHAPES[shape].tokens >= m);
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn shared_memory_suffices() {
+        for shape in SHAPES {
+            for encoding in ENCODINGS {
+                assert!(shape.shared_bytes(encoding) <= 232_448, "{shape:?} {encoding:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn few_tiles_are_divided_and_many_are_not() {
+        let few = Plan::cheapest(4096, 4096, 64, 4, SMS);
+        assert!(few.schedule.split_tiles > 0, "{few:?}");
+        let many = Plan::cheapest(24576, 4096, 8192, 4, SMS);
+        assert_eq!(SHAPES[many.shape].tokens, 256, "{many:?}");
+    }
+}

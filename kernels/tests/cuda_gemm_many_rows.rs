@@ -1,0 +1,187 @@
+//! Products with many rows on the device, in rows that are aligned as the engine's are, against f64 sums over weights that the
+//! encoding's own formula decoded. Run with `VT_TEST_CUDA=1` on a machine with a GPU; without it nothing is tested.
+
+#![allow(clippy::unwrap_used)]
+
+mod common;
+
+use common::{Random, RandomMatrix};
+use half::bf16;
+use std::sync::Arc;
+use vt_bundle::encoding;
+use vt_kernels::cuda::gemm::{DeviceMatrix, Gemm, GemmRequest, OutType};
+use vt_kernels::cuda::{CudaContext, CudaStream, DeviceMemory};
+use vt_kernels::{Weight, reference};
+
+/// What memory holds before a launch: a NaN as f32 and as bf16.
+const POISON: u8 = 0xFF;
+/// Columns beside each row of the result that no kernel may touch.
+const MARGIN: usize = 8;
+
+struct Device {
+    context: Arc<CudaContext>,
+    stream: CudaStream,
+    gemm: Gemm,
+}
+
+fn device() -> Option<Device> {
+    if std::env::var("VT_TEST_CUDA").as_deref() != Ok("1") {
+        eprintln!("VT_TEST_CUDA is not 1: nothing tested");
+        return None;
+    }
+    let context = CudaContext::new(0).unwrap();
+    let stream = CudaStream::new(&context).unwrap();
+    let gemm = Gemm::new(&context).unwrap();
+    Some(Device { context, stream, gemm })
+}
+
+impl Device {
+    fn memory(&self, bytes: &[u8]) -> DeviceMemory {
+        let memory = DeviceMemory::new(&self.context, bytes.len() as u64, "test").unwrap();
+        memory.write(0, bytes).unwrap();
+        memory
+    }
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Form {
+    out_type: OutType,
+    bias: bool,
+    accumulate: bool,
+}
+
+const FORMS: [Form; 3] = [
+    Form { out_type: OutType::F32, bias: false, accumulate: false },
+    Form { out_type: OutType::Bf16, bias: true, accumulate: false },
+    Form { out_type: OutType::F32, bias: true, accumulate: true },
+];
+
+fn bytes(values: &[f32]) -> Vec<u8> {
+    values.iter().flat_map(|v| v.to_le_bytes()).collect()
+}
+
+/// Checks every element of a product, twice, as the second launch finds the workspace as the first one left it.
+fn check(device: &Device, what: &str, weight: &Weight<'_>, logical: &[bool], m: usize, form: Form, random: &mut Random) {
+    let (k, n) = (weight.k(), weight.out_stride());
+    let what = format!("{what}, M {m}, K {k}, N {n}, {form:?}");
+    let x: Vec<f32> = random.activations(m * k).into_iter().map(|v| bf16::from_f32(v).to_f32()).collect();
+    let x_stride = k + 8;
+    let mut x_bytes = vec![POISON; m * x_stride * 2];
+    for (to, row) in x_bytes.chunks_exact_mut(2 * x_stride).zip(x.chunks(k)) {
+        let row = row.iter().flat_map(|v| bf16::from_f32(*v).to_le_bytes());
+        to.iter_mut().zip(row).for_each(|(to, byte)| *to = byte);
+    }
+    let bias: Vec<f32> = (0..n).map(|_| random.unit()).collect();
+    let before: Vec<f32> = (0..n).map(|_| random.unit()).collect();
+    let size = if form.out_type == OutType::F32 { 4 } else { 2 };
+    let out_stride = n + MARGIN;
+    let mut start = vec![POISON; (m + 1) * out_stride * size];
+    if form.accumulate {
+        for row in start.chunks_exact_mut(out_stride * size).take(m) {
+            row[..4 * n].copy_from_slice(&bytes(&before));
+        }
+    }
+    let matrix = DeviceMatrix::upload(&device.context, weight).unwrap();
+    let (x_memory, bias_memory, out_memory) = (device.memory(&x_bytes), device.memory(&bytes(&bias)), device.memory(&start));
+    let workspace = device.memory(&vec![0; device.gemm.workspace_bytes(&matrix, m as u32) as usize]);
+    let request = GemmRequest {
+        x: x_memory.address(),
+        x_stride: x_stride as u32,
+        m: m as u32,
+        out: out_memory.address(),
+        out_type: form.out_type,
+        out_stride: out_stride as u32,
+        bias: form.bias.then(|| bias_memory.address()),
+        accumulate: form.accumulate,
+        deterministic: false,
+    };
+    let launch = || {
+        let mut out = vec![0; start.len()];
+        out_memory.write(0, &start).unwrap();
+        device.gemm.launch(&device.stream, &matrix, &request, workspace.address()).unwrap();
+        device.stream.synchronize().unwrap();
+        out_memory.read(0, &mut out).unwrap();
+        out
+    };
+    let out = launch();
+    assert!(out == launch(), "{what}: another result the second time");
+
+    let decoded = reference::decode(weight);
+    let expected = reference::matmul(&x, &decoded, k);
+    let absolute = |v: &[f32]| v.iter().map(|v| v.abs()).collect::<Vec<_>>();
+    let magnitude = reference::matmul(&absolute(&x), &absolute(&decoded), k);
+    // Codes times scales of 16 bits are rounded to bf16, and so may be the scales: half a unit in the last place each.
+    let exact = what.starts_with("nvfp4") || what.starts_with("mxfp4") || what.starts_with("fp8");
+    let of_weights = if exact { 3e-6 } else { 2f64.powi(-8) };
+    let (mut squares, mut errors) = (0.0, 0.0);
+    for row in 0..=m {
+        for column in 0..out_stride {
+            let at = size * (row * out_stride + column);
+            let element = &out[at..at + size];
+            if row == m || column >= n {
+                assert!(element.iter().all(|b| *b == POISON), "{what}: written beside the result at {row}, {column}");
+                continue;
+            }
+            let got = if size == 4 {
+                f32::from_le_bytes(element.try_into().unwrap())
+            } else {
+                bf16::from_le_bytes(element.try_into().unwrap()).to_f32()
+            };
+            if !logical[column] {
+                assert!(element.iter().any(|b| *b != POISON), "{what}: {row}, {column} was not written");
+                continue;
+            }
+            let i = row * n + column;
+            let added = f64::from(bias[column]) * f64::from(u8::from(form.bias))
+                + f64::from(before[column]) * f64::from(u8::from(form.accumulate));
+            let wanted = expected[i] + added;
+            let rounding = if size == 2 { wanted.abs() / 256.0 } else { 0.0 };
+            let error = (f64::from(got) - wanted).abs();
+            let allowed = of_weights * magnitude[i] + rounding + 3e-6;
+            assert!(error <= allowed, "{what}: {row}, {column} is {got}, expected {wanted} (allowed {allowed:e})");
+            squares += wanted * wanted;
+            errors += error * error;
+        }
+    }
+    let relative = (errors / squares.max(1e-30)).sqrt();
+    let most = if exact && size == 4 { 1e-5 } else { 5e-3 };
+    assert!(relative <= most, "{what}: relative error {relative:e}");
+}
+
+#[test]
+fn encodings_shapes_and_forms() {
+    let Some(device) = device() else { return };
+    let random = &mut Random(31);
+    let cases = [
+        ("nvfp4.modelopt@1", 16),
+        ("nvfp4.compressed-tensors@1", 16),
+        ("mxfp4@1", 32),
+        ("fp8.tensor.f32@1", 0),
+        ("fp8.channel.bf16@1", 0),
+        ("fp8.channel.f16@1", 0),
+        ("int4.symmetric.bf16@1", 32),
+        ("int4.symmetric.f16@1", 128),
+        ("int8.symmetric.bf16@1", 128),
+        ("int8.symmetric.f16@1", 32),
+        ("q4_0.ggml@1", 32),
+        ("q8_0.ggml@1", 32),
+    ];
+    for (c, (decode, group)) in cases.into_iter().enumerate() {
+        let spec = encoding::find(decode).unwrap();
+        // Rows from one that is short of a tile of tokens to several tiles; N from less than one tile of a block on.
+        for (i, m) in [33, 64, 100, 200, 520].into_iter().enumerate() {
+            let parts: &[u64] = match (c + i) % 3 {
+                0 => &[100, 64, 7],
+                1 => &[1500],
+                _ => &[330, 513],
+            };
+            let k = [256, 640, 1024][(c + i) % 3];
+            let matrix = RandomMatrix::new(spec, k, parts, group, [0, 0], random);
+            let mut logical = vec![false; matrix.matrix.padded_n() as usize];
+            for part in &matrix.matrix.parts {
+                logical[part.start as usize..(part.start + part.rows) as usize].fill(true);
+            }
+            check(&device, decode, &matrix.weight(), &logical, m, FORMS[(c + i) % FORMS.len()], random);
+        }
+    }
+}
