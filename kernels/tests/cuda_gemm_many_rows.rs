@@ -61,7 +61,15 @@ fn bytes(values: &[f32]) -> Vec<u8> {
 }
 
 /// Checks every element of a product, twice, as the second launch finds the workspace as the first one left it.
-fn check(device: &Device, what: &str, weight: &Weight<'_>, logical: &[bool], m: usize, form: Form, random: &mut Random) {
+fn check(
+    device: &Device,
+    what: &str,
+    weight: &Weight<'_>,
+    logical: &[bool],
+    m: usize,
+    form: Form,
+    random: &mut Random,
+) {
     let (k, n) = (weight.k(), weight.out_stride());
     let what = format!("{what}, M {m}, K {k}, N {n}, {form:?}");
     let x: Vec<f32> = random.activations(m * k).into_iter().map(|v| bf16::from_f32(v).to_f32()).collect();
@@ -82,7 +90,8 @@ fn check(device: &Device, what: &str, weight: &Weight<'_>, logical: &[bool], m: 
         }
     }
     let matrix = DeviceMatrix::upload(&device.context, weight).unwrap();
-    let (x_memory, bias_memory, out_memory) = (device.memory(&x_bytes), device.memory(&bytes(&bias)), device.memory(&start));
+    let (x_memory, bias_memory, out_memory) =
+        (device.memory(&x_bytes), device.memory(&bytes(&bias)), device.memory(&start));
     let workspace = device.memory(&vec![0; device.gemm.workspace_bytes(&matrix, m as u32) as usize]);
     let request = GemmRequest {
         x: x_memory.address(),

@@ -15,7 +15,7 @@ pub(super) struct Shape {
     pub cluster: u32,
     /// Stages of the ring, for codes of 4 and of 8 bits.
     pub stages: [u32; 2],
-    /// Cycles of a step of 64 columns, measured where nothing else limits; for codes of 4 and of 8 bits.
+    /// Cycles of a step of 64 columns, fitted to measurements; for codes of 4 and of 8 bits.
     pub step_cycles: [u32; 2],
 }
 
@@ -26,19 +26,21 @@ pub(super) const THREADS: u32 = 128 * (GROUPS + 1);
 
 /// The shapes, as instantiated in `entries.cuh`.
 pub(super) const SHAPES: &[Shape] = &[
-    Shape { name: "b1_t64", blocks: 1, tokens: 64, cluster: 1, stages: [10, 8], step_cycles: [640, 780] },
-    Shape { name: "b2_t64", blocks: 2, tokens: 64, cluster: 1, stages: [8, 6], step_cycles: [1000, 1070] },
-    Shape { name: "b1_t128", blocks: 1, tokens: 128, cluster: 1, stages: [8, 6], step_cycles: [800, 900] },
-    Shape { name: "b2_t128", blocks: 2, tokens: 128, cluster: 1, stages: [6, 5], step_cycles: [1330, 1380] },
-    Shape { name: "b1_t256", blocks: 1, tokens: 256, cluster: 1, stages: [5, 4], step_cycles: [1180, 1250] },
-    Shape { name: "b1_t256_c2", blocks: 1, tokens: 256, cluster: 2, stages: [5, 4], step_cycles: [1190, 1260] },
+    Shape { name: "b1_t64", blocks: 1, tokens: 64, cluster: 1, stages: [10, 8], step_cycles: [680, 780] },
+    Shape { name: "b2_t64", blocks: 2, tokens: 64, cluster: 1, stages: [8, 6], step_cycles: [1036, 1100] },
+    Shape { name: "b1_t128", blocks: 1, tokens: 128, cluster: 1, stages: [8, 6], step_cycles: [900, 950] },
+    Shape { name: "b2_t128", blocks: 2, tokens: 128, cluster: 1, stages: [6, 5], step_cycles: [1383, 1420] },
+    Shape { name: "b1_t256", blocks: 1, tokens: 256, cluster: 1, stages: [5, 4], step_cycles: [1170, 1220] },
+    Shape { name: "b1_t256_c2", blocks: 1, tokens: 256, cluster: 2, stages: [5, 4], step_cycles: [1190, 1240] },
 ];
 
-/// Cycles that taking in another block's sums adds, at least and per float of a thread; measured.
-const COLLECT_CYCLES: u32 = 2000;
-const COLLECT_FLOAT_CYCLES: u32 = 20;
+/// Cycles that taking in another block's sums adds, per float of a thread.
+const COLLECT_FLOAT_CYCLES: u32 = 56;
 /// Cycles of a tile's way out, per float of a thread.
 const STORE_FLOAT_CYCLES: u32 = 24;
+/// A launch that is longer runs into the power limit: then pairs of blocks that copy the tokens once for both are faster,
+/// though they wait for each other.
+const LONG_CYCLES: u64 = 700_000;
 
 impl Shape {
     /// Rows of N of a tile.
@@ -92,29 +94,49 @@ pub(super) struct Plan {
     pub schedule: Schedule,
 }
 
+/// How tiles are given to workers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Cut {
+    /// Every tile has one worker.
+    Whole,
+    /// What would fill the device only in part is one line of steps, divided evenly whatever tile borders lie within.
+    Line,
+    /// Few tiles are divided over the same number of workers each.
+    Even,
+}
+
 /// Tiles along the tokens that are walked through together: their activations stay in L2 while all of N passes.
 const GROUP_M: u32 = 8;
 
 impl Plan {
     /// The cheapest cut by the measured costs, for `sms` multiprocessors.
     pub(super) fn cheapest(n: u32, k: u32, m: u32, bits: u32, sms: u32) -> Self {
-        let plans = (0..SHAPES.len()).flat_map(|shape| [false, true].map(|split| Self::new(shape, split, n, k, m, sms)));
-        plans.min_by_key(|plan| plan.cycles(bits)).unwrap_or_else(|| Self::new(0, true, n, k, m, sms))
+        let best = |cluster: u32| {
+            let shapes = (0..SHAPES.len()).filter(move |shape| SHAPES[*shape].cluster == cluster);
+            let cuts = [Cut::Whole, Cut::Line, Cut::Even];
+            let plans = shapes.flat_map(|shape| cuts.map(|cut| Self::new(shape, cut, n, k, m, sms)));
+            plans.min_by_key(|plan| plan.cycles(bits))
+        };
+        match (best(1), best(2)) {
+            (Some(single), Some(paired)) if single.cycles(bits) > LONG_CYCLES => paired,
+            (Some(single), _) => single,
+            _ => Self::new(0, Cut::Whole, n, k, m, sms),
+        }
     }
 
-    /// One cut. Not split, every tile has one worker; split, tiles that would fill the device only in part are divided evenly.
-    pub(super) fn new(shape: usize, split: bool, n: u32, k: u32, m: u32, sms: u32) -> Self {
+    /// One cut.
+    pub(super) fn new(shape: usize, cut: Cut, n: u32, k: u32, m: u32, sms: u32) -> Self {
         let Shape { tokens, cluster, .. } = SHAPES[shape];
-        let steps = k / 64;
+        let (steps, sms) = (k / 64, sms / cluster);
         let (tiles_n, tiles_m) = (n.div_ceil(SHAPES[shape].rows() * cluster), m.div_ceil(tokens));
         let tiles = tiles_n * tiles_m;
-        let sms = sms / cluster;
         let rest = tiles % sms;
-        let (workers, split_tiles) = match (split && rest != 0, tiles < sms) {
-            (false, _) => (tiles.min(sms), 0),
-            // No more blocks than steps: every one has something to do.
-            (true, true) => ((u64::from(tiles) * u64::from(steps)).min(u64::from(sms)) as u32, tiles),
-            (true, false) => (sms, rest + sms),
+        let (workers, split_tiles) = match cut {
+            Cut::Even if tiles <= sms / 2 => (tiles * (sms / tiles).min(steps), tiles),
+            // No more workers than steps: every one has something to do.
+            Cut::Line if tiles < sms => ((u64::from(tiles) * u64::from(steps)).min(u64::from(sms)) as u32, tiles),
+            Cut::Line if rest != 0 => (sms, rest + sms),
+            _ => (tiles.min(sms), 0),
         };
         Self { shape, workers, schedule: Schedule { tiles_n, tiles_m, group_m: GROUP_M, steps, split_tiles } }
     }
@@ -145,12 +167,14 @@ impl Plan {
         let (workers, floats) = (u64::from(self.workers), u64::from(shape.thread_floats()));
         let whole = u64::from(s.tiles_n * s.tiles_m - s.split_tiles).div_ceil(workers);
         let line = u64::from(s.split_tiles) * u64::from(s.steps);
-        let mut cycles = (whole * u64::from(s.steps) + line.div_ceil(workers)) * u64::from(shape.step_cycles[usize::from(bits == 8)]);
+        let mut cycles = (whole * u64::from(s.steps) + line.div_ceil(workers))
+            * u64::from(shape.step_cycles[usize::from(bits == 8)]);
         cycles += (whole + line.div_ceil(workers * u64::from(s.steps))) * floats * u64::from(STORE_FLOAT_CYCLES);
         if line > 0 {
-            // Blocks that a tile is divided over, besides its owner.
-            let others = workers.div_ceil(u64::from(s.split_tiles));
-            cycles += others * (u64::from(COLLECT_CYCLES) + floats * u64::from(COLLECT_FLOAT_CYCLES));
+            // Workers that a tile is divided over, besides its owner; where ranges and tiles do not line up, there are more.
+            let tiles = u64::from(s.split_tiles);
+            let others = if workers.is_multiple_of(tiles) { workers / tiles - 1 } else { workers.div_ceil(tiles) + 1 };
+            cycles += others * floats * u64::from(COLLECT_FLOAT_CYCLES);
         }
         cycles
     }
@@ -169,14 +193,17 @@ mod tests {
             for k in [64, 512, 4096] {
                 for m in [1, 64, 130, 512, 8192] {
                     for shape in 0..SHAPES.len() {
-                        for split in [false, true] {
-                            let plan = Plan::new(shape, split, n, k, m, SMS);
+                        for cut in [Cut::Whole, Cut::Line, Cut::Even] {
+                            let plan = Plan::new(shape, cut, n, k, m, SMS);
                             let s = plan.schedule;
                             assert!(plan.workers > 0 && plan.workers * SHAPES[shape].cluster <= SMS, "{plan:?}");
                             assert!(s.split_tiles <= s.tiles_n * s.tiles_m, "{plan:?}");
                             // A block without a step would be waited for in vain.
                             assert!(s.split_tiles == 0 || s.split_tiles * s.steps >= plan.workers, "{plan:?}");
-                            assert!(s.tiles_n * SHAPES[shape].rows() * SHAPES[shape].cluster >= n && s.tiles_m * SHAPES[shape].tokens >= m);
+                            assert!(
+                                s.tiles_n * SHAPES[shape].rows() * SHAPES[shape].cluster >= n
+                                    && s.tiles_m * SHAPES[shape].tokens >= m
+                            );
                         }
                     }
                 }
@@ -194,10 +221,19 @@ mod tests {
     }
 
     #[test]
-    fn few_tiles_are_divided_and_many_are_not() {
-        let few = Plan::cheapest(4096, 4096, 64, 4, SMS);
-        assert!(few.schedule.split_tiles > 0, "{few:?}");
-        let many = Plan::cheapest(24576, 4096, 8192, 4, SMS);
-        assert_eq!(SHAPES[many.shape].tokens, 256, "{many:?}");
+    fn choices_are_those_that_measured_best() {
+        let chosen = |n, k, m| {
+            let plan = Plan::cheapest(n, k, m, 4, SMS);
+            (SHAPES[plan.shape].name, plan.workers * SHAPES[plan.shape].cluster, plan.schedule.split_tiles)
+        };
+        // Few tiles: four blocks each.
+        assert_eq!(chosen(4096, 4096, 64), ("b1_t64", 128, 32));
+        assert_eq!(chosen(4096, 12288, 128), ("b1_t128", 128, 32));
+        // Tiles for three quarters of the device.
+        assert_eq!(chosen(24576, 4096, 64), ("b2_t64", 132, 96));
+        assert_eq!(chosen(24576, 4096, 128), ("b2_t128", 132, 96));
+        assert_eq!(chosen(24576, 4096, 512).0, "b1_t256");
+        assert_eq!(chosen(4096, 12288, 512).0, "b1_t256");
+        assert_eq!(chosen(24576, 4096, 8192).0, "b1_t256_c2");
     }
 }
