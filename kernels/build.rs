@@ -33,6 +33,11 @@ const SOURCES: &[&str] = &[
     "gemm/generic",
     "gemm_hopper/floats",
     "gemm_hopper/integers",
+    "gemm/small_float",
+    "gemm/small_ggml",
+    "gemm/small_integer",
+    // What a device can do.
+    "measure/read",
     "moe/route",
     "sampling/sample",
 ];

@@ -75,7 +75,7 @@ template <class Matrix> __device__ __forceinline__ void multiply(const Matrix &w
         for (u32 i = 0; i < THREAD_M; ++i) {
             const u32 m = m0 + THREAD_M * part + i;
             if (m < range.end && n < w.n) {
-                store(r, m, n, acc[i]);
+                store(r, m, n, r.bias ? acc[i] + r.bias[n] : acc[i]);
             }
         }
     }

@@ -33,16 +33,35 @@ __device__ __forceinline__ RowRange rows_of(const Request &r, u32 expert) {
     return r.offsets ? RowRange{r.offsets[expert], r.offsets[expert + 1]} : RowRange{0, r.m};
 }
 
-/// Writes one element.
+/// Writes one element, which includes the bias.
 __device__ __forceinline__ void store(const Request &r, u32 row, u32 column, float value) {
     const u64 at = static_cast<u64>(row) * r.out_stride + column;
-    if (r.bias) {
-        value += r.bias[column];
-    }
     if (r.out_bf16) {
         static_cast<u16 *>(r.out)[at] = to_bf16(value);
     } else {
         float *out = static_cast<float *>(r.out) + at;
         *out = r.accumulate ? *out + value : value;
+    }
+}
+
+/// Writes four elements side by side, at once where they lie for it.
+__device__ __forceinline__ void store_quad(const Request &r, u32 row, u32 column, float4 v) {
+    const u64 at = static_cast<u64>(row) * r.out_stride + column;
+    const u64 address = reinterpret_cast<u64>(r.out) + at * (r.out_bf16 ? 2 : 4);
+    if (address % (r.out_bf16 ? 8 : 16) != 0) {
+        store(r, row, column, v.x);
+        store(r, row, column + 1, v.y);
+        store(r, row, column + 2, v.z);
+        store(r, row, column + 3, v.w);
+    } else if (r.out_bf16) {
+        *reinterpret_cast<uint2 *>(address) =
+            make_uint2(to_bf16(v.x) | static_cast<u32>(to_bf16(v.y)) << 16, to_bf16(v.z) | static_cast<u32>(to_bf16(v.w)) << 16);
+    } else {
+        float4 *out = reinterpret_cast<float4 *>(address);
+        if (r.accumulate) {
+            const float4 before = *out;
+            v = make_float4(before.x + v.x, before.y + v.y, before.z + v.z, before.w + v.w);
+        }
+        *out = v;
     }
 }

@@ -158,6 +158,14 @@ impl CudaContext {
         Ok(MemoryInfo { free: free as u64, total: total as u64 })
     }
 
+    /// Bytes of shared memory that a block may use where it asks for them.
+    pub(super) fn shared_bytes_per_block(&self) -> Result<u32, CudaError> {
+        let attribute = Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN;
+        // SAFETY: `device` came from cuDeviceGet.
+        let bytes = unsafe { result::device::get_attribute(self.device, attribute) }.named("cuDeviceGetAttribute")?;
+        Ok(u32::try_from(bytes).unwrap_or(0))
+    }
+
     /// Makes the context current on this thread; a compare inside the driver where it already is.
     pub(super) fn bind(&self) -> Result<(), CudaError> {
         // SAFETY: the context is retained until `drop`.

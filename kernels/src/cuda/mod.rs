@@ -15,6 +15,7 @@ mod graph;
 mod host;
 pub mod kv_cache;
 mod leaves;
+pub mod measure;
 mod memory;
 // Every family of kernels but the hash uses it.
 mod module;

@@ -59,6 +59,25 @@ impl Module {
     }
 }
 
+impl Module {
+    /// The bytes of a constant of the module.
+    ///
+    /// # Errors
+    /// [`CudaError::Call`] where there is none of that name.
+    pub(super) fn constant(&self, name: &CStr) -> Result<Vec<u8>, CudaError> {
+        self.context.bind()?;
+        let (mut address, mut bytes) = (0, 0);
+        // SAFETY: the module is loaded; the call writes the two numbers.
+        unsafe { sys::cuModuleGetGlobal_v2(&mut address, &mut bytes, self.module, name.as_ptr()) }
+            .result()
+            .named("cuModuleGetGlobal")?;
+        let mut data = vec![0u8; bytes];
+        // SAFETY: the driver gave the place and the size of the constant.
+        unsafe { result::memcpy_dtoh_sync(&mut data, address) }.named("cuMemcpyDtoH")?;
+        Ok(data)
+    }
+}
+
 impl Drop for Module {
     fn drop(&mut self) {
         if self.context.bind().is_ok() && result::ctx::synchronize().is_ok() {

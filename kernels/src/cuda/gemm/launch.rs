@@ -3,6 +3,7 @@
 use super::hopper::Hopper;
 use super::matrix::Form;
 use super::params::{Raw, Request};
+use super::small::SmallKernels;
 use super::{DeviceMatrix, ExpertGroups, GemmRequest, checks};
 use crate::cuda::module::{Function, Module, arguments};
 use crate::cuda::{CudaContext, CudaError, CudaStream, DeviceMemory};
@@ -13,12 +14,15 @@ use vt_bundle::codec::ggml::raw::{self, RawFormat};
 const GENERIC_N: u32 = 64;
 const GENERIC_M: u32 = 32;
 const GENERIC_THREADS: u32 = 256;
+/// Alignment of the parts of a workspace.
+const WORKSPACE_ALIGN: u64 = 256;
 /// Extent of a grid in y, at most.
 const MAX_GRID_Y: u32 = 65_535;
 
 /// The GEMM kernels, loaded for one device.
 #[derive(Debug)]
 pub struct Gemm {
+    small: SmallKernels,
     generic: [Function; 3],
     hopper: Option<Hopper>,
     /// Codebooks of the raw formats, one after the other.
@@ -41,17 +45,26 @@ impl Gemm {
             raw::FORMATS.iter().flat_map(|format| format.grid()).flat_map(|entry| entry.to_le_bytes()).collect();
         let memory = DeviceMemory::new(context, grids.len() as u64, "codebooks")?;
         memory.write(0, &grids)?;
-        Ok(Self { generic, hopper: Hopper::new(context)?, grids: memory })
+        Ok(Self { small: SmallKernels::new(context)?, generic, hopper: Hopper::new(context)?, grids: memory })
     }
 
     /// Bytes of workspace that products of up to `max_m` rows with this matrix need. The workspace must be zero before its
-    /// first use, and may serve any number of launches that follow each other in one stream.
-    pub fn workspace_bytes(&self, _matrix: &DeviceMatrix, _max_m: u32) -> u64 {
-        // At its start, of one size for all products, what the kernels of Hopper use.
-        self.hopper.as_ref().map_or(0, Hopper::workspace_bytes)
+    /// first use, and may serve any number of launches that follow each other in one stream. Also loads the kernels that the
+    /// products will use, so that they may be recorded.
+    pub fn workspace_bytes(&self, matrix: &DeviceMatrix, max_m: u32) -> u64 {
+        let small = match &matrix.form {
+            Form::Tiled { params, reading: Some(reading), .. } => self.small.workspace_bytes(reading, params, max_m),
+            _ => 0,
+        };
+        self.hopper_bytes() + small
     }
 
-    /// Starts one product.
+    /// Bytes at the start of a workspace, of one size for all products, that the kernels of Hopper use.
+    fn hopper_bytes(&self) -> u64 {
+        self.hopper.as_ref().map_or(0, Hopper::workspace_bytes).next_multiple_of(WORKSPACE_ALIGN)
+    }
+
+    /// Starts one product. `workspace`: address of [`Gemm::workspace_bytes`] bytes.
     ///
     /// # Errors
     /// [`CudaError::Unsupported`] where the request does not fit the matrix, or [`CudaError::Call`].
@@ -63,12 +76,13 @@ impl Gemm {
         workspace: u64,
     ) -> Result<(), CudaError> {
         let checked = checks::check(matrix, request, None)?;
-        if let (Some(hopper), false) = (&self.hopper, request.deterministic)
-            && hopper.launch(stream, matrix, &checked, None, workspace)?
-        {
+        if self.many(stream, matrix, request, &checked, None, workspace)? {
             return Ok(());
         }
-        self.generic(stream, matrix, &checked, 1)
+        if !self.small(stream, matrix, request, &checked, None, workspace + self.hopper_bytes())? {
+            self.generic(stream, matrix, &checked, 1)?;
+        }
+        Ok(())
     }
 
     /// Starts products of each expert's matrix with the rows that were routed to it. `matrix` is expert 0, `request.m` all
@@ -85,12 +99,51 @@ impl Gemm {
         workspace: u64,
     ) -> Result<(), CudaError> {
         let checked = checks::check(matrix, request, Some(groups))?;
-        if let (Some(hopper), false) = (&self.hopper, request.deterministic)
-            && hopper.launch(stream, matrix, &checked, Some(groups), workspace)?
-        {
+        if self.many(stream, matrix, request, &checked, Some(groups), workspace)? {
             return Ok(());
         }
-        self.generic(stream, matrix, &checked, groups.count)
+        if !self.small(stream, matrix, request, &checked, Some(groups.count), workspace + self.hopper_bytes())? {
+            self.generic(stream, matrix, &checked, groups.count)?;
+        }
+        Ok(())
+    }
+
+    /// Starts a kernel for many rows; `false` where there is none for the product.
+    fn many(
+        &self,
+        stream: &CudaStream,
+        matrix: &DeviceMatrix,
+        request: &GemmRequest,
+        checked: &Request,
+        groups: Option<&ExpertGroups>,
+        workspace: u64,
+    ) -> Result<bool, CudaError> {
+        match &self.hopper {
+            // Its sums depend on the number of rows.
+            Some(hopper) if !request.deterministic => hopper.launch(stream, matrix, checked, groups, workspace),
+            _ => Ok(false),
+        }
+    }
+
+    /// Starts a kernel for few rows; `false` where there is none for the matrix or for the way the activations lie.
+    fn small(
+        &self,
+        stream: &CudaStream,
+        matrix: &DeviceMatrix,
+        request: &GemmRequest,
+        checked: &Request,
+        experts: Option<u32>,
+        workspace: u64,
+    ) -> Result<bool, CudaError> {
+        let Form::Tiled { params, reading: Some(reading), .. } = &matrix.form else { return Ok(false) };
+        if !request.x.is_multiple_of(16) || !request.x_stride.is_multiple_of(8) {
+            return Ok(false);
+        }
+        let Some(chosen) = self.small.choose(reading, params, request.m, experts, request.deterministic) else {
+            return Ok(false);
+        };
+        self.small.launch(stream, &chosen, params, checked, experts, workspace)?;
+        Ok(true)
     }
 
     /// Address of the codebook of a raw format.

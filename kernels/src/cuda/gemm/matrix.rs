@@ -1,6 +1,7 @@
 //! Matrices on the device, as a bundle stores them.
 
 use super::params::{self, Raw, Rows, Tiled};
+use super::small::Reading;
 use crate::cuda::{CudaContext, CudaError, DeviceMemory};
 use crate::weight::{FloatType, Weight, WeightError};
 use std::sync::Arc;
@@ -27,7 +28,7 @@ pub struct DeviceMatrix {
 
 #[derive(Clone, Debug)]
 pub(super) enum Form {
-    Tiled { matrix: Arc<TiledMatrix>, params: Box<Tiled> },
+    Tiled { matrix: Arc<TiledMatrix>, params: Box<Tiled>, reading: Option<Reading> },
     Rows(Rows),
     Raw { format: &'static RawFormat, params: Raw },
 }
@@ -54,7 +55,11 @@ impl DeviceMatrix {
         let addresses: Vec<u64> = planes.iter().map(|plane| plane.address).collect();
         let params = Box::new(Tiled::new(matrix, &addresses)?);
         let bytes = planes.iter().map(|plane| plane.bytes).sum();
-        Ok(Self { form: Form::Tiled { matrix: Arc::clone(matrix), params }, bytes, _memory: None })
+        Ok(Self {
+            form: Form::Tiled { matrix: Arc::clone(matrix), params, reading: Reading::find(matrix) },
+            bytes,
+            _memory: None,
+        })
     }
 
     /// Rows of floats, `[n, k]` row-major.

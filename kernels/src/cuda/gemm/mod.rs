@@ -4,6 +4,7 @@
 //! - [`DeviceMatrix`]: a matrix as a bundle stores it, checked against its geometry once;
 //! - `checks`: what a launch may ask for;
 //! - `hopper`: products with many rows on Hopper;
+//! - `small`: products with few rows, limited by the reading of the weights;
 //! - [`Gemm`]: the kernels of a device, and the choice among them.
 //!
 //! Activations are bf16, sums f32. N' is the padded N of a tiled matrix. Launches neither allocate nor wait, and may be
@@ -15,6 +16,7 @@ mod hopper;
 mod launch;
 mod matrix;
 mod params;
+mod small;
 
 pub use embed::EmbeddingKernels;
 pub use launch::Gemm;

@@ -1,4 +1,4 @@
-//! What kernels are given by value: mirrors of `cuda/gemm/{request,tiled,raw}.cuh` and of `cuda/gemm/generic.cu`.
+//! What kernels are given by value: mirrors of `cuda/gemm/{request,tiled,raw,small}.cuh` and of `cuda/gemm/generic.cu`.
 
 use crate::weight::{FloatType, MAX_CODE_PLANES, WeightError};
 use vt_bundle::codec::ggml::raw::RawFormat;
@@ -64,6 +64,22 @@ pub(super) struct Tiled {
     pub k: u32,
     pub block_rows: u32,
     pub step: u32,
+}
+
+/// How a product with few rows is divided; `struct Plan` of `cuda/gemm/small.cuh`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Plan {
+    pub workspace: u64,
+    pub units: u32,
+    pub groups: u32,
+    pub blocks: u32,
+    pub x_units: u32,
+    pub x_whole: u32,
+    pub shifts: [u32; MAX_SCALE_PLANES],
+    pub factor: u32,
+    pub factor_plane: u32,
+    pub zero_add: u32,
 }
 
 #[repr(C)]
@@ -240,6 +256,7 @@ mod tests {
 
     #[test]
     fn sizes_are_those_of_the_headers() {
-        assert_eq!((size_of::<Request>(), size_of::<Tiled>(), size_of::<Rows>(), size_of::<Raw>()), (64, 368, 24, 40));
+        assert_eq!((size_of::<Request>(), size_of::<Tiled>(), size_of::<Plan>()), (64, 368, 56));
+        assert_eq!((size_of::<Rows>(), size_of::<Raw>()), (24, 40));
     }
 }

@@ -24,7 +24,7 @@ use vt_bundle::layout::TiledMatrix;
 /// Compute capability of the kernels; they have no other.
 const CAPABILITY: u32 = 90;
 /// Fewest rows that the kernels are chosen for: below, the reading of weights is all, and other kernels do it better.
-const MIN_ROWS: u32 = 33;
+const MIN_ROWS: u32 = 17;
 /// Bytes of the flags at the start of the workspace.
 const FLAG_BYTES: u64 = 4096;
 
@@ -118,7 +118,7 @@ impl Hopper {
         groups: Option<&ExpertGroups>,
         workspace: u64,
     ) -> Result<bool, CudaError> {
-        let Form::Tiled { matrix: geometry, params } = &matrix.form else { return Ok(false) };
+        let Form::Tiled { matrix: geometry, params, .. } = &matrix.form else { return Ok(false) };
         let Some(reading) = self.reading(matrix, request) else { return Ok(false) };
         let encoding = &ENCODINGS[reading.encoding];
         let experts = groups.map_or(1, |groups| groups.count);
