@@ -318,5 +318,9 @@ fn widen<'a>(isa: Isa, block: Block<'a>, buffer: &'a mut [f32]) -> &'a [f32] {
             simd::widen_f16(isa, bits, &mut buffer[..bits.len()]);
             buffer
         }
+        Block::E4m3(codes, scale) => {
+            simd::widen_e4m3(isa, codes, scale, &mut buffer[..codes.len()]);
+            buffer
+        }
     }
 }

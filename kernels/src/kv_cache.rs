@@ -16,6 +16,35 @@ pub enum KvType {
     F32,
     /// Half the memory and traffic, relative error 2^-11.
     F16,
+    /// A quarter, relative error 2^-4: E4M3 of the value over the layer's [`KvScales`], saturating.
+    E4m3,
+}
+
+impl KvType {
+    /// Bytes of an element.
+    pub const fn bytes(self) -> usize {
+        match self {
+            KvType::F32 => 4,
+            KvType::F16 => 2,
+            KvType::E4m3 => 1,
+        }
+    }
+}
+
+/// What stored E4M3 values of a layer are multiplied by when they are read; a checkpoint's `k_scale` and `v_scale`. Not used
+/// by caches of other types.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct KvScales {
+    /// Of keys.
+    pub key: f32,
+    /// Of values.
+    pub value: f32,
+}
+
+impl Default for KvScales {
+    fn default() -> Self {
+        Self { key: 1.0, value: 1.0 }
+    }
 }
 
 /// Sizes of a cache.
@@ -39,10 +68,7 @@ impl KvShape {
 
     /// Bytes of a cache of this shape; `None` on overflow.
     pub fn bytes(&self, dtype: KvType) -> Option<usize> {
-        let size = match dtype {
-            KvType::F32 => 4,
-            KvType::F16 => 2,
-        };
+        let size = dtype.bytes();
         self.layers
             .checked_mul(self.kv_heads)?
             .checked_mul(self.blocks)?
@@ -67,12 +93,15 @@ pub struct SequenceSlots<'a> {
 enum Storage {
     F32(Vec<f32>),
     F16(Vec<u16>),
+    E4m3(Vec<u8>),
 }
 
 /// Keys and values of all layers.
 #[derive(Debug)]
 pub struct KvCache {
     shape: KvShape,
+    /// Per layer.
+    scales: Vec<KvScales>,
     keys: Storage,
     values: Storage,
 }
@@ -82,6 +111,8 @@ pub struct KvCache {
 pub(crate) enum Block<'a> {
     F32(&'a [f32]),
     F16(&'a [u16]),
+    /// With what it is multiplied by.
+    E4m3(&'a [u8], f32),
 }
 
 impl KvCache {
@@ -94,8 +125,19 @@ impl KvCache {
         let storage = || match dtype {
             KvType::F32 => Storage::F32(vec![0.0; elements]),
             KvType::F16 => Storage::F16(vec![0; elements]),
+            KvType::E4m3 => Storage::E4m3(vec![0; elements]),
         };
-        Some(Self { shape, keys: storage(), values: storage() })
+        Some(Self { shape, scales: vec![KvScales::default(); shape.layers], keys: storage(), values: storage() })
+    }
+
+    /// With these scales of the layers, instead of ones.
+    ///
+    /// # Panics
+    /// Where there are not as many as layers.
+    pub fn with_scales(mut self, scales: Vec<KvScales>) -> Self {
+        assert_eq!(scales.len(), self.shape.layers, "scales of layers");
+        self.scales = scales;
+        self
     }
 
     /// Sizes.
@@ -116,6 +158,7 @@ impl KvCache {
         match &self.keys {
             Storage::F32(v) => Block::F32(&v[range]),
             Storage::F16(v) => Block::F16(&v[range]),
+            Storage::E4m3(v) => Block::E4m3(&v[range], self.scales[layer].key),
         }
     }
 
@@ -125,6 +168,7 @@ impl KvCache {
         match &self.values {
             Storage::F32(v) => Block::F32(&v[range]),
             Storage::F16(v) => Block::F16(&v[range]),
+            Storage::E4m3(v) => Block::E4m3(&v[range], self.scales[layer].value),
         }
     }
 
@@ -141,6 +185,7 @@ impl KvCache {
                     match storage {
                         Storage::F32(v) => v.copy_within(source.clone(), target),
                         Storage::F16(v) => v.copy_within(source.clone(), target),
+                        Storage::E4m3(v) => v.copy_within(source.clone(), target),
                     }
                 }
             }
@@ -174,15 +219,46 @@ impl KvCache {
         match (&mut self.keys, &mut self.values) {
             (Storage::F32(k), Storage::F32(v)) => {
                 let copy = |from: &[f32], to: &mut [f32]| to.copy_from_slice(from);
-                job.run(cx, &mut k[range.clone()], &mut v[range], keys_at, values_at, copy);
+                job.run(cx, &mut k[range.clone()], &mut v[range], [keys_at, values_at], [&copy, &copy]);
             }
             (Storage::F16(k), Storage::F16(v)) => {
                 let narrow = |from: &[f32], to: &mut [u16]| simd::narrow_f16(cx.isa(), from, to);
-                job.run(cx, &mut k[range.clone()], &mut v[range], keys_at, values_at, narrow);
+                job.run(cx, &mut k[range.clone()], &mut v[range], [keys_at, values_at], [&narrow, &narrow]);
+            }
+            (Storage::E4m3(k), Storage::E4m3(v)) => {
+                let KvScales { key, value } = self.scales[layer];
+                let narrow = |scale: f32| {
+                    let inverse = 1.0 / scale;
+                    move |from: &[f32], to: &mut [u8]| {
+                        from.iter().zip(to).for_each(|(from, to)| *to = e4m3_of(from * inverse));
+                    }
+                };
+                let (keys, values) = (narrow(key), narrow(value));
+                job.run(cx, &mut k[range.clone()], &mut v[range], [keys_at, values_at], [&keys, &values]);
             }
             _ => unreachable!("keys and values are made with one type"),
         }
     }
+}
+
+/// Brings floats into the form of the cache.
+type Store<'a, T> = dyn Fn(&[f32], &mut [T]) + Sync + 'a;
+
+/// The nearest E4M3, ties to even; what is too large becomes the largest, 448, NaN stays NaN.
+fn e4m3_of(value: f32) -> u8 {
+    let sign = (value.to_bits() >> 24) as u8 & 0x80;
+    if value.is_nan() {
+        return sign | 0x7F;
+    }
+    let magnitude = value.abs().min(448.0);
+    // Below the smallest normal, 2^-6, codes count steps of 2^-9.
+    if magnitude < 0.015_625 {
+        return sign | (magnitude * 512.0).round_ties_even() as u8;
+    }
+    let bits = magnitude.to_bits();
+    // Three bits of the mantissa are left; the exponent's bias falls from 127 to 7.
+    let rounded = (bits + 0x7_FFFF + (bits >> 20 & 1)) >> 20;
+    sign | (rounded - (120 << 3)) as u8
 }
 
 /// The rows of one step, on their way into the cache.
@@ -200,9 +276,8 @@ impl Job<'_> {
         cx: &Context,
         keys: &mut [T],
         values: &mut [T],
-        keys_at: usize,
-        values_at: usize,
-        store: impl Fn(&[f32], &mut [T]) + Sync,
+        [keys_at, values_at]: [usize; 2],
+        store: [&Store<'_, T>; 2],
     ) {
         let (dim, per_head) = (self.shape.head_dim, self.shape.blocks * self.shape.block_elements());
         if per_head == 0 {
@@ -210,7 +285,7 @@ impl Job<'_> {
         }
         let heads = keys.chunks_mut(per_head).zip(values.chunks_mut(per_head)).enumerate();
         let one = |head: usize, keys: &mut [T], values: &mut [T]| {
-            self.head(keys_at + head * dim, values_at + head * dim, keys, values, &store);
+            self.head([keys_at + head * dim, values_at + head * dim], keys, values, store);
         };
         if self.x.len() < 1 << 14 {
             heads.for_each(|(head, (keys, values))| one(head, keys, values));
@@ -222,11 +297,10 @@ impl Job<'_> {
 
     fn head<T>(
         &self,
-        key_at: usize,
-        value_at: usize,
+        [key_at, value_at]: [usize; 2],
         keys: &mut [T],
         values: &mut [T],
-        store: &impl Fn(&[f32], &mut [T]),
+        [store_key, store_value]: [&Store<'_, T>; 2],
     ) {
         let (dim, elements) = (self.shape.head_dim, self.shape.block_elements());
         let mut first_row = 0;
@@ -244,15 +318,37 @@ impl Job<'_> {
                     for (key, row) in column.iter_mut().zip(rows.chunks(self.stride)).take(run) {
                         *key = row[key_at + d];
                     }
-                    store(&column[..run], &mut slots[slot..slot + run]);
+                    store_key(&column[..run], &mut slots[slot..slot + run]);
                 }
                 let values = &mut values[at + slot * dim..at + (slot + run) * dim];
                 for (value, row) in values.chunks_exact_mut(dim).zip(rows.chunks(self.stride)) {
-                    store(&row[value_at..value_at + dim], value);
+                    store_value(&row[value_at..value_at + dim], value);
                 }
                 t += run;
             }
             first_row += sequence.tokens;
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use vt_bundle::float8::E4M3;
+
+    #[test]
+    fn e4m3_is_the_nearest() {
+        for (code, value) in E4M3.iter().enumerate().filter(|(_, value)| !value.is_nan()) {
+            assert_eq!(e4m3_of(*value), code as u8);
+        }
+        let positive = &E4M3[..0x7F];
+        for (code, pair) in positive.windows(2).enumerate() {
+            let middle = (pair[0] + pair[1]) / 2.0;
+            let even = (code + code % 2) as u8;
+            assert_eq!(e4m3_of(middle), even, "{middle}");
+            assert_eq!(e4m3_of(-middle.next_down()), 0x80 | code as u8);
+            assert_eq!(e4m3_of(middle.next_up()), code as u8 + 1);
+        }
+        assert_eq!((e4m3_of(1e9), e4m3_of(f32::NEG_INFINITY), e4m3_of(f32::NAN)), (0x7E, 0xFE, 0x7F));
     }
 }

@@ -69,7 +69,11 @@ fn attention_in_pieces_and_beside_others() {
         [(9, 3, 64, None, None), (4, 4, 40, Some(150), None), (8, 1, 80, Some(20), Some(5.0)), (32, 2, 17, None, None)]
     {
         for cx in contexts() {
-            let dtype = if heads == 9 { KvType::F16 } else { KvType::F32 };
+            let dtype = match heads {
+                9 => KvType::F16,
+                8 => KvType::E4m3,
+                _ => KvType::F32,
+            };
             let shape = KvShape { layers: 1, kv_heads, head_dim: dim, blocks: 60 };
             let mut cache = KvCache::new(shape, dtype).unwrap();
             let spec = AttentionShape { heads, scale: 1.0 / (dim as f32).sqrt(), window, soft_cap };

@@ -5,9 +5,10 @@
 mod common;
 
 use common::{Random, assert_close, contexts};
+use vt_bundle::float8::E4M3;
 use vt_kernels::activation::{self, Gate};
 use vt_kernels::attention::{AttentionShape, attention};
-use vt_kernels::kv_cache::{BLOCK_LEN, KvCache, KvShape, KvType, SequenceSlots};
+use vt_kernels::kv_cache::{BLOCK_LEN, KvCache, KvScales, KvShape, KvType, SequenceSlots};
 use vt_kernels::norm::{rms_norm, rms_norm_heads};
 use vt_kernels::rope::{RopeScaling, Rotation, inverse_frequencies};
 use vt_kernels::softmax::{argmax, log_softmax, softmax};
@@ -184,9 +185,18 @@ struct Filled {
 
 const LAYER: usize = 1;
 
+/// The value of E4M3 that is nearest; of two, the one with the even code.
+fn nearest_e4m3(v: f32) -> f32 {
+    let codes = (0..0x7F).map(|code| (code, E4M3[code]));
+    let distance = |value: f32| (v.abs() - value).abs();
+    let nearest = codes.min_by(|a, b| distance(a.1).total_cmp(&distance(b.1)).then((a.0 % 2).cmp(&(b.0 % 2))));
+    nearest.unwrap().1.copysign(v)
+}
+
 fn filled(cx: &Context, shape: KvShape, dtype: KvType, lengths: &[usize], random: &mut Random) -> Filled {
     let width = shape.kv_heads * shape.head_dim;
-    let mut cache = KvCache::new(shape, dtype).unwrap();
+    let scales = KvScales { key: 0.25, value: 0.5 };
+    let mut cache = KvCache::new(shape, dtype).unwrap().with_scales(vec![scales; shape.layers]);
     // Everything is NaN first: what no sequence has written must not be read.
     let all: Vec<u32> = (0..shape.blocks as u32).collect();
     let poison = vec![f32::NAN; shape.blocks * BLOCK_LEN * 2 * width];
@@ -207,11 +217,17 @@ fn filled(cx: &Context, shape: KvShape, dtype: KvType, lengths: &[usize], random
             let slots = [SequenceSlots { start_pos: start, tokens, block_table: table }];
             out.cache.write(cx, LAYER, &slots, &rows[start * 2 * width..], 2 * width, 0, width);
         }
-        let round = |v: &f32| if dtype == KvType::F16 { half::f16::from_f32(*v).to_f32() } else { *v };
-        let column =
-            |at: usize| rows.chunks_exact(2 * width).flat_map(|r| r[at..at + width].iter().map(round)).collect();
-        out.keys.push(column(0));
-        out.values.push(column(width));
+        let round = |v: f32, scale: f32| match dtype {
+            KvType::F32 => v,
+            KvType::F16 => half::f16::from_f32(v).to_f32(),
+            KvType::E4m3 => nearest_e4m3(v / scale) * scale,
+        };
+        let column = |at: usize, scale: f32| {
+            let rows = rows.chunks_exact(2 * width);
+            rows.flat_map(|r| r[at..at + width].iter().map(|v| round(*v, scale))).collect()
+        };
+        out.keys.push(column(0, scales.key));
+        out.values.push(column(width, scales.value));
     }
     out
 }
@@ -228,7 +244,7 @@ fn attention_over_scattered_blocks() {
     ];
     for cx in contexts() {
         for (heads, kv_heads, dim, window, soft_cap) in shapes {
-            for dtype in [KvType::F32, KvType::F16] {
+            for dtype in [KvType::F32, KvType::F16, KvType::E4m3] {
                 let shape = KvShape { layers: 2, kv_heads, head_dim: dim, blocks: 64 };
                 // Total length and tokens of this step: a prompt, single tokens, a chunk in the middle.
                 let steps = [(33, 33), (1, 1), (17, 1), (340, 1), (290, 23)];

@@ -316,6 +316,9 @@ pub struct ServerArgs {
     /// Jinja file that replaces the model's chat template.
     #[arg(long, value_name = "FILE", env = "VT_CHAT_TEMPLATE")]
     pub chat_template: Option<PathBuf>,
+    /// Tell what the model thinks from what it answers: by <think> where its template speaks of it, or not at all.
+    #[arg(long, value_enum, value_name = "PARSER", env = "VT_REASONING_PARSER", default_value = "auto")]
+    pub reasoning_parser: ReasoningParserArg,
     /// Requests that may wait; further ones are refused with 429.
     #[arg(long, value_name = "N", env = "VT_MAX_QUEUE", default_value_t = 256)]
     pub max_queue: usize,
@@ -410,8 +413,17 @@ pub enum KvCacheDtype {
     F16,
     /// As the model computes; on a GPU.
     Bf16,
-    /// Half of that; on a GPU.
+    /// E4M3 with the checkpoint's scales of keys and values, or ones; on either.
     Fp8,
+}
+
+/// Value of `--reasoning-parser`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum ReasoningParserArg {
+    /// Where the model's template speaks of thoughts.
+    Auto,
+    /// Thoughts are part of the answer.
+    None,
 }
 
 /// Value of `--stats`.

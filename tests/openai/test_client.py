@@ -299,3 +299,47 @@ def test_health_and_metrics(http):
     assert "openmetrics-text" in reply.headers["content-type"]
     assert reply.text.endswith("# EOF\n")
     assert reply.headers["x-request-id"]
+
+
+def test_penalties_change_what_repeats(client, model):
+    options = dict(model=model, prompt="la la la la la la", temperature=0, max_tokens=12)
+    plain = client.completions.create(**options).choices[0].text
+    punished = client.completions.create(**options, presence_penalty=2, frequency_penalty=2).choices[0].text
+    repeated = client.completions.create(**options, extra_body={"repetition_penalty": 50}).choices[0].text
+    assert len({plain, punished, repeated}) > 1
+
+
+def test_streams_never_split_a_character(client, http, model):
+    # Bias towards the single bytes of an emoji, whatever the model would say.
+    text = "\U0001f600"
+    tokens = http.post("/tokenize", json={"prompt": text * 3, "add_special_tokens": False}).json()["tokens"]
+    bias = {str(token): 100 for token in tokens}
+    options = dict(model=model, prompt="x", temperature=1, seed=3, max_tokens=24, logit_bias=bias)
+    whole = client.completions.create(**options).choices[0].text
+    pieces = [chunk.choices[0].text for chunk in client.completions.create(**options, stream=True)]
+    assert "".join(pieces) == whole
+    for piece in pieces[:-1]:
+        piece.encode("utf-8")
+
+
+def test_usage_counts_cached_tokens_in_streams_and_messages(client, model):
+    prompt = "Sixteen tokens and then some more of the same kind, so that there is a block to keep. " * 8
+    options = dict(model=model, prompt=prompt, temperature=0, max_tokens=2)
+    client.completions.create(**options)
+    chunks = list(client.completions.create(**options, stream=True, stream_options={"include_usage": True}))
+    usage = chunks[-1].usage
+    assert usage.prompt_tokens_details.cached_tokens >= usage.prompt_tokens - 32 > 0
+
+
+def test_request_ids_come_back(http, client, model):
+    reply = client.completions.with_raw_response.create(
+        model=model, prompt="x", max_tokens=1, extra_headers={"x-request-id": "mine-7"}
+    )
+    assert reply.headers["x-request-id"] == "mine-7"
+    assert http.get("/nothing").headers["x-request-id"]
+
+
+def test_large_bodies_are_refused(http):
+    reply = http.post("/v1/completions", content=b'{"prompt": "' + b"a" * (17 << 20) + b'"}')
+    assert reply.status_code == 413
+    assert reply.json()["error"]["type"] == "invalid_request_error"

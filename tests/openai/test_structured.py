@@ -4,6 +4,7 @@ What must hold for any model is tested: forced calls and schemas, not what a mod
 """
 
 import json
+import re
 
 import anthropic
 import openai
@@ -150,3 +151,67 @@ def test_bad_messages_raise(claude, model):
         claude.messages.create(model=model, messages=[], max_tokens=1)
     with pytest.raises(anthropic.NotFoundError):
         claude.messages.create(model="no-such-model", messages=QUESTION, max_tokens=1)
+
+
+def test_output_is_a_json_object(client, model):
+    options = dict(model=model, messages=QUESTION, temperature=0, max_tokens=300, response_format={"type": "json_object"})
+    choice = client.chat.completions.create(**options).choices[0]
+    # A model may not come to an end by itself; what it says until then is the beginning of an object.
+    assert choice.message.content.lstrip().startswith("{")
+    if choice.finish_reason == "stop":
+        assert isinstance(json.loads(choice.message.content), dict)
+
+
+def test_output_follows_a_regex_and_a_grammar(client, model):
+    def answer(**outputs):
+        reply = client.chat.completions.create(
+            model=model, messages=QUESTION, temperature=1, max_tokens=40, extra_body={"structured_outputs": outputs}
+        )
+        return reply.choices[0].message.content
+
+    assert re.fullmatch(r"[a-c]{3}-[0-9]{2}", answer(regex="[a-c]{3}-[0-9]{2}"))
+    grammar = 'start: item ("," item)?\nitem: "x" | "yy"'
+    assert answer(grammar=grammar) in ("x", "yy", "x,x", "x,yy", "yy,x", "yy,yy")
+    completion = client.completions.create(
+        model=model, prompt="A number: ", temperature=1, max_tokens=20, extra_body={"structured_outputs": {"regex": "[0-9]{4}"}}
+    )
+    assert re.fullmatch("[0-9]{4}", completion.choices[0].text)
+
+
+def test_schemas_hold_in_responses_and_streams(client, model):
+    form = {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA, "strict": True}}
+    reply = client.responses.create(model=model, input="?", max_output_tokens=250, temperature=0, text=form)
+    assert json.loads(reply.output_text)["kind"] in ("a", "b")
+    chunks = client.chat.completions.create(
+        model=model, messages=QUESTION, temperature=0, max_tokens=250, stream=True,
+        response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}},
+    )
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    assert json.loads(text)["kind"] in ("a", "b")
+
+
+def test_several_calls_at_once(client, model):
+    reply = client.chat.completions.create(
+        model=model, messages=QUESTION, tools=TOOLS, tool_choice="required", temperature=0, max_tokens=120
+    )
+    calls = reply.choices[0].message.tool_calls
+    assert calls and len({call.id for call in calls}) == len(calls)
+
+
+def test_messages_take_what_claude_clients_send(claude, model):
+    history = [
+        {"role": "user", "content": [{"type": "text", "text": "Oslo?"}]},
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "t1", "name": "weather", "input": {"city": "Oslo"}}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1", "content": "rain"}]},
+    ]
+    tools = [{"name": "weather", "description": "Weather", "input_schema": PARAMETERS}]
+    reply = claude.messages.create(
+        model=model, system="Be brief.", messages=history, tools=tools, max_tokens=8, stop_sequences=["\0never"],
+        extra_body={"temperature": 0},
+    )
+    assert reply.role == "assistant" and reply.content
+    with claude.messages.stream(
+        model=model, messages=QUESTION, max_tokens=80, tools=tools, tool_choice={"type": "any"}, extra_body={"temperature": 0}
+    ) as stream:
+        final = stream.get_final_message()
+    assert next(block for block in final.content if block.type == "tool_use").input["city"] in ("Oslo", "Bern")

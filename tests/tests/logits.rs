@@ -312,6 +312,27 @@ fn smollm2_nvfp4() {
     check(&assembled, &reference);
 }
 
+/// Keys and values in 8 bits with the checkpoint's scales: close to the reference, and not the same as in 16.
+#[test]
+fn fp8_cache_with_the_scales_of_the_checkpoint() {
+    let Some(dir) = shared("checkpoints/modelopt/llama/nvfp4_kv_fp8") else { return };
+    let (converted, reference) = (convert(&dir), Reference::of_export(&dir));
+    let out = converted.dir.path().join("logits.f32");
+    let rows_with = |dtype: &str| {
+        let (bundle, ids, out) = (converted.bundle.to_str().unwrap(), join(&reference.ids), out.to_str().unwrap());
+        let what = ["--bundle", bundle, "--prompt-ids", &ids, "--logits", out, "--activations", "f32"];
+        run("vt-run", &[&what[..], &["--kv-cache-dtype", dtype]].concat()).ok();
+        let bytes = std::fs::read(out).unwrap();
+        rows(&bytes, bytes.len() / 4 / reference.ids.len()).split_off(reference.ids.len() - reference.logits.len())
+    };
+    let (narrow, wide) = (rows_with("fp8"), rows_with("f16"));
+    let divergences: Vec<f64> = reference.logits.iter().zip(&narrow).map(|(e, f)| kl(e, f)).collect();
+    let mean = divergences.iter().sum::<f64>() / divergences.len() as f64;
+    eprintln!("fp8 cache: KL mean {mean:.6}");
+    assert!(mean < 0.005, "KL mean {mean}");
+    assert!(narrow != wide, "the cache is not in 8 bits");
+}
+
 /// However a prompt is cut into steps, by however many threads it is computed, and whether or not logits of its other
 /// positions are wanted (which is what tells an answer from a prompt).
 #[test]

@@ -7,6 +7,7 @@
 use super::error::require;
 use super::module::{Function, Module, arguments};
 use super::{CudaContext, CudaError, CudaStream, DeviceMemory};
+pub use crate::kv_cache::KvScales;
 use crate::kv_cache::{BLOCK_LEN, KvShape};
 use std::sync::Arc;
 
@@ -40,22 +41,6 @@ impl CudaKvType {
             Self::Bf16 => "bf16",
             Self::E4m3 => "e4m3",
         }
-    }
-}
-
-/// What stored E4M3 values of a layer are multiplied by when they are read; a checkpoint's `k_scale` and `v_scale`. Not used
-/// where the cache is bf16.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct KvScales {
-    /// Of keys.
-    pub key: f32,
-    /// Of values.
-    pub value: f32,
-}
-
-impl Default for KvScales {
-    fn default() -> Self {
-        Self { key: 1.0, value: 1.0 }
     }
 }
 

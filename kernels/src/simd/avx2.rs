@@ -320,6 +320,11 @@ pub(super) fn widen_f16(bits: &[u16], out: &mut [f32]) {
 }
 
 #[target_feature(enable = "avx2,fma,f16c")]
+pub(super) fn widen_e4m3(codes: &[u8], factor: f32, out: &mut [f32]) {
+    portable::widen_e4m3(codes, factor, out);
+}
+
+#[target_feature(enable = "avx2,fma,f16c")]
 pub(super) fn narrow_f16(values: &[f32], out: &mut [u16]) {
     let (chunks, rest) = values.as_chunks::<LANES>();
     let (wide, tail) = out.as_chunks_mut::<LANES>();

@@ -326,6 +326,11 @@ pub(crate) fn widen_f16(isa: Isa, bits: &[u16], out: &mut [f32]) {
     dispatch!(isa, widen_f16(bits, out))
 }
 
+/// E4M3 codes to f32, times `factor`.
+pub(crate) fn widen_e4m3(isa: Isa, codes: &[u8], factor: f32, out: &mut [f32]) {
+    dispatch!(isa, widen_e4m3(codes, factor, out))
+}
+
 /// f32 to the bits of the nearest f16, ties to even.
 pub(crate) fn narrow_f16(isa: Isa, values: &[f32], out: &mut [u16]) {
     dispatch!(isa, narrow_f16(values, out))

@@ -212,6 +212,12 @@ pub(super) fn widen_f16(bits: &[u16], out: &mut [f32]) {
     }
 }
 
+pub(super) fn widen_e4m3(codes: &[u8], factor: f32, out: &mut [f32]) {
+    for (value, code) in out.iter_mut().zip(codes) {
+        *value = E4M3[usize::from(*code)] * factor;
+    }
+}
+
 pub(super) fn narrow_f16(values: &[f32], out: &mut [u16]) {
     for (bits, value) in out.iter_mut().zip(values) {
         *bits = f16::from_f32(*value).to_bits();

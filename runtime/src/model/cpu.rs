@@ -85,6 +85,7 @@ impl<A: HostArena> CpuModel<A> {
             available: 0,
             advice: format!("the size of a key/value cache of {} blocks overflows", options.kv_blocks),
         })?;
+        let cache = cache.with_scales(super::kv_scales(loaded.manifest(), config.layers.len()));
         let workspace = Workspace::new(&config, &graph, options.max_batch_tokens);
         let info = ModelInfo {
             vocab_size: config.vocab_size,

@@ -1,24 +1,21 @@
 //! `/v1/chat/completions`.
 
-use super::auth::Tenant;
+use super::asked::Asked;
 use super::chat_answer::{ChatAnswer, ChatWriter};
 use super::choices::ChoiceSet;
 use super::envelope::Envelope;
-use super::error::{ApiError, body_rejection};
-use super::fields::{Fields, parse_object};
+use super::error::ApiError;
+use super::fields::Fields;
 use super::messages::normalise;
 use super::params::{GenerationParams, MAX_TOP_LOGPROBS};
+use super::reasoning::{self, ReasoningParser, Said};
 use super::sse::respond;
-use super::state::{AppState, Served};
+use super::state::Served;
 use super::tools::{Dialect, Part, ToolParser, ToolSet};
-use super::work::Workers;
 use crate::engine::FinishReason;
 use crate::text::OutputEvent;
 use crate::text::chat_template::ChatInput;
 use crate::text::output::{OutputEnd, OutputToken};
-use axum::body::Bytes;
-use axum::extract::rejection::BytesRejection;
-use axum::extract::{Extension, State};
 use axum::response::{IntoResponse, Response};
 use serde_json::Value;
 use std::sync::Arc;
@@ -124,12 +121,9 @@ pub struct RunningChat {
 ///
 /// # Errors
 /// What the template, the tokenizer, the grammar or the engine says.
-pub async fn start(
-    workers: &Workers,
-    served: Arc<Served>,
-    request: Arc<ChatRequest>,
-    tenant: Tenant,
-) -> Result<RunningChat, ApiError> {
+pub async fn start(asked: &Asked, request: Arc<ChatRequest>) -> Result<RunningChat, ApiError> {
+    let (served, tenant) = (Arc::clone(&asked.served), asked.tenant);
+    let reasoning = asked.state.config.reasoning;
     let work = move || {
         let prompt = request.prompt(&served)?;
         let prompt_tokens = prompt.len();
@@ -143,13 +137,28 @@ pub async fn start(
             .map(|choice| params.request(&served, prompt.clone(), choice, tenant.salt))
             .collect::<Result<Vec<_>, _>>()?;
         let choices = ChoiceSet::submit(&served, requests, &params.output_options())?;
-        let splitter = Splitter { parsers: vec![request.tools.parser(dialect); params.n] };
+        let thinks = reasoning && ReasoningParser::suits(template);
+        // An answer that must follow a grammar has no room for thoughts.
+        let inside = thinks && params.grammar.is_none() && ends_with_open_thoughts(&served, &prompt);
+        let parser = ChoiceParser {
+            reasoning: thinks.then(|| ReasoningParser::new(inside)),
+            tools: request.tools.parser(dialect),
+        };
+        let splitter = Splitter { choices: vec![parser; params.n] };
         Ok(RunningChat { served, choices, splitter, prompt_tokens })
     };
-    workers.run(work).await?
+    asked.state.workers.run(work).await?
 }
 
-/// What happens to an answer, with calls told from text.
+/// Whether the template has begun the model's thoughts for it.
+fn ends_with_open_thoughts(served: &Served, prompt: &[u32]) -> bool {
+    /// More tokens than the tag and the line break behind it take, if every byte were one.
+    const TAIL: usize = 16;
+    let tail = &prompt[prompt.len().saturating_sub(TAIL)..];
+    served.text.tokenizer().decode(tail, false).trim_end().ends_with(reasoning::OPEN)
+}
+
+/// What happens to an answer, with thoughts and calls told from text.
 #[derive(Debug, Clone, PartialEq)]
 pub enum ChatEvent {
     /// The prompt has been computed.
@@ -159,7 +168,7 @@ pub enum ChatEvent {
     },
     /// More of the answer.
     Parts {
-        /// Text and calls.
+        /// Thoughts, text and calls.
         parts: Vec<Part>,
         /// Tokens that the text of the answer completes, those of calls among them.
         tokens: Vec<OutputToken>,
@@ -175,37 +184,73 @@ pub enum ChatEvent {
     Failed(String),
 }
 
-/// Tells calls from text, for every choice of a chat.
+/// What finds the parts of one choice's text.
+#[derive(Debug, Clone)]
+struct ChoiceParser {
+    reasoning: Option<ReasoningParser>,
+    tools: Option<ToolParser>,
+}
+
+impl ChoiceParser {
+    fn push(&mut self, text: String) -> Vec<Part> {
+        match &mut self.reasoning {
+            Some(reasoning) => {
+                let said = reasoning.push(&text);
+                self.take(said)
+            }
+            None => self.take(vec![Said::Text(text)]),
+        }
+    }
+
+    fn finish(&mut self) -> Vec<Part> {
+        let said = self.reasoning.as_mut().map(ReasoningParser::finish).unwrap_or_default();
+        let mut parts = self.take(said);
+        parts.extend(self.tools.as_mut().map(ToolParser::finish).unwrap_or_default());
+        parts
+    }
+
+    fn take(&mut self, said: Vec<Said>) -> Vec<Part> {
+        let mut parts = Vec::new();
+        for said in said {
+            match (said, &mut self.tools) {
+                (Said::Thought(text), _) => parts.push(Part::Thought(text)),
+                (Said::Text(text), Some(tools)) => parts.extend(tools.push(&text)),
+                (Said::Text(text), None) if text.is_empty() => {}
+                (Said::Text(text), None) => parts.push(Part::Text(text)),
+            }
+        }
+        parts
+    }
+
+    fn calls(&self) -> usize {
+        self.tools.as_ref().map_or(0, ToolParser::calls)
+    }
+}
+
+/// Tells thoughts and calls from text, for every choice of a chat.
 #[derive(Debug)]
 pub struct Splitter {
-    parsers: Vec<Option<ToolParser>>,
+    choices: Vec<ChoiceParser>,
 }
 
 impl Splitter {
     /// What an event of a choice means.
     pub fn split(&mut self, choice: usize, event: OutputEvent) -> Vec<ChatEvent> {
-        let parser = self.parsers.get_mut(choice).and_then(Option::as_mut);
+        let Some(parser) = self.choices.get_mut(choice) else { return Vec::new() };
         match event {
             OutputEvent::Started { cached_tokens, .. } => vec![ChatEvent::Started { cached_tokens }],
             OutputEvent::Delta { text, tokens } => {
-                let parts = match parser {
-                    Some(parser) => parser.push(&text),
-                    None if text.is_empty() => Vec::new(),
-                    None => vec![Part::Text(text)],
-                };
-                vec![ChatEvent::Parts { parts, tokens }]
+                vec![ChatEvent::Parts { parts: parser.push(text), tokens }]
             }
             OutputEvent::Finished(end) => {
                 let mut events = Vec::new();
                 let mut reason = end.reason.as_str();
-                if let Some(parser) = parser {
-                    let parts = parser.finish();
-                    if !parts.is_empty() {
-                        events.push(ChatEvent::Parts { parts, tokens: Vec::new() });
-                    }
-                    if parser.calls() > 0 && end.reason == FinishReason::Stop {
-                        reason = "tool_calls";
-                    }
+                let parts = parser.finish();
+                if !parts.is_empty() {
+                    events.push(ChatEvent::Parts { parts, tokens: Vec::new() });
+                }
+                if parser.calls() > 0 && end.reason == FinishReason::Stop {
+                    reason = "tool_calls";
                 }
                 events.push(ChatEvent::Finished { reason, end });
                 events
@@ -219,24 +264,14 @@ impl Splitter {
 ///
 /// # Errors
 /// As an [`ApiError`].
-pub async fn handle(
-    State(state): State<Arc<AppState>>,
-    Extension(tenant): Extension<Tenant>,
-    body: Result<Bytes, BytesRejection>,
-) -> Result<Response, ApiError> {
-    let served = state.served_for_generation()?;
-    let body = body.map_err(|error| body_rejection(&error, state.config.max_body_bytes))?;
-    let object = parse_object(&body)?;
-    let fields = Fields::new(&object);
-    let request = ChatRequest::read(&fields)?;
-    state.warn_unknown(&fields.unknown());
-    let envelope = Envelope::new("chatcmpl", &state, &served, request.params.model.as_deref())?;
-    let request = Arc::new(request);
-    let running = start(&state.workers, served, Arc::clone(&request), tenant).await?;
+pub async fn handle(asked: Asked) -> Result<Response, ApiError> {
+    let request = Arc::new(asked.read(ChatRequest::read)?);
+    let envelope = Envelope::new("chatcmpl", &asked.state, &asked.served, request.params.model.as_deref())?;
+    let running = start(&asked, Arc::clone(&request)).await?;
     let answer = ChatAnswer::new(envelope, &request, &running);
     let RunningChat { choices, splitter, .. } = running;
     if request.params.stream {
-        return Ok(respond(choices, ChatWriter::new(answer, splitter), state.config.keep_alive));
+        return Ok(respond(choices, ChatWriter::new(answer, splitter), asked.state.config.keep_alive));
     }
     Ok(answer.collect(choices, splitter).await?.into_response())
 }

@@ -27,6 +27,7 @@ pub struct ChatAnswer {
 #[derive(Default)]
 struct Said {
     text: String,
+    thought: String,
     calls: Vec<Value>,
     logprobs: Vec<Value>,
     end: Option<(&'static str, OutputEnd)>,
@@ -81,6 +82,7 @@ impl ChatAnswer {
                 for part in parts {
                     match part {
                         Part::Text(text) => said.text.push_str(&text),
+                        Part::Thought(text) => said.thought.push_str(&text),
                         Part::Call { .. } => said.calls.push(call_json(&part)),
                     }
                 }
@@ -96,6 +98,9 @@ impl ChatAnswer {
 
     fn choice(&self, index: usize, said: Said) -> Value {
         let mut message = json!({"role": "assistant", "content": said.text, "refusal": null});
+        if !said.thought.is_empty() {
+            message["reasoning_content"] = Value::String(said.thought);
+        }
         if !said.calls.is_empty() {
             if said.text.trim().is_empty() {
                 message["content"] = Value::Null;
@@ -124,7 +129,7 @@ impl ChatAnswer {
     }
 }
 
-/// A call as OpenAI writes it; null for text.
+/// A call as OpenAI writes it; null for what is none.
 fn call_json(part: &Part) -> Value {
     match part {
         Part::Call { id, name, arguments, .. } => json!({
@@ -132,7 +137,7 @@ fn call_json(part: &Part) -> Value {
             "type": "function",
             "function": {"name": name, "arguments": arguments},
         }),
-        Part::Text(_) => Value::Null,
+        Part::Text(_) | Part::Thought(_) => Value::Null,
     }
 }
 
@@ -188,6 +193,7 @@ impl ChatWriter {
                 for part in &parts {
                     let delta = match part {
                         Part::Text(text) => json!({"content": text}),
+                        Part::Thought(text) => json!({"reasoning_content": text}),
                         Part::Call { index, .. } => {
                             let mut call = call_json(part);
                             call["index"] = json!(index);

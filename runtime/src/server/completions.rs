@@ -1,21 +1,19 @@
 //! `/v1/completions`: text that goes on from a prompt.
 
+use super::asked::Asked;
 use super::auth::Tenant;
 use super::chat_answer::stop_reason;
 use super::choices::{ChoiceSet, Usage, timings_json};
 use super::envelope::Envelope;
-use super::error::{ApiError, body_rejection};
-use super::fields::{Fields, parse_object, token_id};
+use super::error::ApiError;
+use super::fields::{Fields, token_id};
 use super::logprobs::CompletionLogprobs;
 use super::params::{GenerationParams, MAX_CHOICES, MAX_TOP_LOGPROBS};
 use super::sse::{Piece, PieceWriter, respond};
-use super::state::{AppState, Served};
+use super::state::Served;
 use crate::engine::TokenLogprobs;
 use crate::text::output::{OutputEnd, OutputToken};
 use crate::text::{OutputEvent, Tokenizer};
-use axum::body::Bytes;
-use axum::extract::rejection::BytesRejection;
-use axum::extract::{Extension, State};
 use axum::response::{IntoResponse, Response};
 use serde_json::{Map, Value, json};
 use std::collections::VecDeque;
@@ -138,17 +136,9 @@ fn start(served: &Served, request: &CompletionRequest, tenant: Tenant) -> Result
 ///
 /// # Errors
 /// As an [`ApiError`].
-pub async fn handle(
-    State(state): State<Arc<AppState>>,
-    Extension(tenant): Extension<Tenant>,
-    body: Result<Bytes, BytesRejection>,
-) -> Result<Response, ApiError> {
-    let served = state.served_for_generation()?;
-    let body = body.map_err(|error| body_rejection(&error, state.config.max_body_bytes))?;
-    let object = parse_object(&body)?;
-    let fields = Fields::new(&object);
-    let request = Arc::new(CompletionRequest::read(&fields)?);
-    state.warn_unknown(&fields.unknown());
+pub async fn handle(asked: Asked) -> Result<Response, ApiError> {
+    let request = Arc::new(asked.read(CompletionRequest::read)?);
+    let Asked { state, served, tenant, .. } = asked;
     let envelope = Envelope::new("cmpl", &state, &served, request.params.model.as_deref())?;
     let running = {
         let (served, request) = (Arc::clone(&served), Arc::clone(&request));

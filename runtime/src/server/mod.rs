@@ -12,6 +12,7 @@ pub mod messages;
 pub mod state;
 
 mod anthropic;
+mod asked;
 mod chat;
 mod chat_answer;
 mod choices;
@@ -20,6 +21,7 @@ mod envelope;
 mod listen;
 mod logprobs;
 mod params;
+mod reasoning;
 mod responses;
 mod sse;
 mod status;
@@ -63,6 +65,8 @@ pub struct ServerConfig {
     pub any_model_name: bool,
     /// Keys of which one must come with every request but `/health`; none means that none is needed.
     pub api_keys: Vec<String>,
+    /// Whether thoughts are told from answers where the model's template speaks of them.
+    pub reasoning: bool,
     /// Web origins whose pages may use the server; `*` is all, none is none.
     pub allowed_origins: Vec<String>,
     /// Largest body of a request.
@@ -80,6 +84,7 @@ impl Default for ServerConfig {
             served_model_names: Vec::new(),
             any_model_name: false,
             api_keys: Vec::new(),
+            reasoning: true,
             allowed_origins: Vec::new(),
             max_body_bytes: 16 << 20,
             keep_alive: Duration::from_secs(15),

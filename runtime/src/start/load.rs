@@ -153,8 +153,9 @@ impl OpenedCpu {
         let kv_type = match (cli.memory.kv_cache_dtype, activations) {
             (KvCacheDtype::F32, _) | (KvCacheDtype::Auto, Activations::F32) => KvType::F32,
             (KvCacheDtype::F16, _) | (KvCacheDtype::Auto, Activations::Int8) => KvType::F16,
-            (KvCacheDtype::Bf16 | KvCacheDtype::Fp8, _) => {
-                let error = anyhow::anyhow!("--kv-cache-dtype bf16 and fp8 are a GPU's; the CPU takes f32 or f16");
+            (KvCacheDtype::Fp8, _) => KvType::E4m3,
+            (KvCacheDtype::Bf16, _) => {
+                let error = anyhow::anyhow!("--kv-cache-dtype bf16 is a GPU's; the CPU takes f32, f16 or fp8");
                 return Err(Failure::new(2, error));
             }
         };
@@ -163,7 +164,7 @@ impl OpenedCpu {
             max_model_len: cli.memory.max_model_len.map(|len| len as usize),
             max_num_seqs: cli.memory.max_num_seqs.map_or(DEFAULT_SEQUENCES, usize::from),
             max_batch_tokens,
-            kv_element_bytes: if kv_type == KvType::F32 { 4 } else { 2 },
+            kv_element_bytes: kv_type.bytes() as u64,
             kv_cache_bytes: cli.memory.kv_cache_memory_bytes,
             available: available_memory(),
         };

@@ -2,7 +2,7 @@
 
 use super::load::Opened;
 use super::{Failure, report};
-use crate::cli::Cli;
+use crate::cli::{Cli, ReasoningParserArg};
 use crate::metrics::{LoadPhase, Metrics};
 use crate::server::auth::Keys;
 use crate::server::{Endpoint, LoadProgress, ServeError, Served, ServerConfig, serve as serve_http};
@@ -52,6 +52,7 @@ fn config(cli: &Cli) -> Result<ServerConfig, Failure> {
         served_model_names: args.served_model_name.clone(),
         any_model_name: args.any_model_name,
         api_keys,
+        reasoning: args.reasoning_parser == ReasoningParserArg::Auto,
         allowed_origins: args.allowed_origins.clone(),
         drain_timeout: Duration::from_secs(u64::from(args.shutdown_timeout)),
         ..ServerConfig::default()

@@ -371,6 +371,23 @@ pub(super) fn widen_f16(bits: &[u16], out: &mut [f32]) {
 }
 
 #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
+pub(super) fn widen_e4m3(codes: &[u8], factor: f32, out: &mut [f32]) {
+    let (chunks, rest) = codes.as_chunks::<{ 2 * LANES }>();
+    let (wide, tail) = out.as_chunks_mut::<{ 2 * LANES }>();
+    let scale = _mm512_set1_ps(factor * E4M3_FACTOR);
+    for (codes, out) in chunks.iter().zip(wide) {
+        // SAFETY: 32 readable bytes.
+        let codes = unsafe { _mm256_loadu_si256(codes.as_ptr().cast()) };
+        let halves = e4m3_to_f16(_mm512_cvtepu8_epi16(codes));
+        let (low, high) = (_mm512_castsi512_si256(halves), _mm512_extracti64x4_epi64::<1>(halves));
+        let out = out.as_chunks_mut::<LANES>().0;
+        store_f32(&mut out[0], _mm512_mul_ps(_mm512_cvtph_ps(low), scale));
+        store_f32(&mut out[1], _mm512_mul_ps(_mm512_cvtph_ps(high), scale));
+    }
+    super::portable::widen_e4m3(rest, factor, tail);
+}
+
+#[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
 pub(super) fn narrow_f16(values: &[f32], out: &mut [u16]) {
     let (chunks, rest) = values.as_chunks::<LANES>();
     let (wide, tail) = out.as_chunks_mut::<LANES>();

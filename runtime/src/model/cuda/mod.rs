@@ -176,7 +176,7 @@ impl CudaModel {
             max_batch_tokens: options.limits.tokens,
             max_batch_sequences: options.limits.sequences,
         };
-        let kv_scales = kv_scales(&loaded, config.layers.len());
+        let kv_scales = super::kv_scales(loaded.manifest(), config.layers.len());
         let (graphs, options) = (BTreeMap::new(), *options);
         Ok(Self {
             graphs,
@@ -354,18 +354,6 @@ impl CudaModel {
 fn padded_sequences(sequences: usize, limit: usize) -> usize {
     let rounded = if sequences <= 4 { sequences.next_power_of_two() } else { sequences.next_multiple_of(8) };
     rounded.min(limit)
-}
-
-/// Scales of keys and values that the checkpoint came with.
-fn kv_scales(loaded: &LoadedBundle<CudaArena>, layers: usize) -> Vec<KvScales> {
-    let mut scales = vec![KvScales::default(); layers];
-    for entry in loaded.manifest().kv_cache.iter().flat_map(|cache| &cache.layers) {
-        if let Some(scale) = usize::try_from(entry.layer).ok().and_then(|layer| scales.get_mut(layer)) {
-            scale.key = entry.k_scale.unwrap_or(1.0);
-            scale.value = entry.v_scale.unwrap_or(1.0);
-        }
-    }
-    scales
 }
 
 impl Model for CudaModel {

@@ -55,7 +55,7 @@ impl MessageAnswer {
     /// # Errors
     /// 500 where the engine could not go on.
     pub async fn collect(mut self, mut choices: ChoiceSet, mut splitter: Splitter) -> Result<Value, ApiError> {
-        let mut text = String::new();
+        let (mut text, mut thought) = (String::new(), String::new());
         let mut calls = Vec::new();
         let mut stop = (Value::Null, Value::Null);
         let mut output_tokens = 0;
@@ -67,6 +67,7 @@ impl MessageAnswer {
                         for part in parts {
                             match part {
                                 Part::Text(more) => text.push_str(&more),
+                                Part::Thought(more) => thought.push_str(&more),
                                 Part::Call { id, name, arguments, .. } => {
                                     let input = serde_json::from_str(&arguments).unwrap_or_else(|_| json!({}));
                                     calls.push(json!({"type": "tool_use", "id": id, "name": name, "input": input}));
@@ -83,6 +84,9 @@ impl MessageAnswer {
             }
         }
         let mut content = Vec::new();
+        if !thought.is_empty() {
+            content.push(json!({"type": "thinking", "thinking": thought, "signature": ""}));
+        }
         if !text.is_empty() || calls.is_empty() {
             content.push(json!({"type": "text", "text": text}));
         }
@@ -110,18 +114,26 @@ fn stop_reason(reason: &str, end: &OutputEnd) -> (Value, Value) {
 pub struct MessageWriter {
     answer: MessageAnswer,
     splitter: Splitter,
-    /// Index of the next block, and whether a block of text is open.
+    /// Index of the block that is open, or of the next.
     blocks: usize,
-    text_open: bool,
+    /// The kind of block that is open and that more pieces may go to.
+    open: Option<Kind>,
+}
+
+/// Blocks that come in pieces.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    Text,
+    Thinking,
 }
 
 impl MessageWriter {
     /// Writes `answer`.
     pub fn new(answer: MessageAnswer, splitter: Splitter) -> Self {
-        Self { answer, splitter, blocks: 0, text_open: false }
+        Self { answer, splitter, blocks: 0, open: None }
     }
 
-    fn open(&mut self, block: &Value, out: &mut VecDeque<Piece>) {
+    fn begin(&mut self, block: &Value, out: &mut VecDeque<Piece>) {
         let value = json!({"type": "content_block_start", "index": self.blocks, "content_block": block});
         out.push_back(Piece::named("content_block_start", &value));
     }
@@ -137,24 +149,35 @@ impl MessageWriter {
         self.blocks += 1;
     }
 
-    fn close_text(&mut self, out: &mut VecDeque<Piece>) {
-        if std::mem::take(&mut self.text_open) {
+    fn close_open(&mut self, out: &mut VecDeque<Piece>) {
+        if self.open.take().is_some() {
             self.close(out);
+        }
+    }
+
+    /// Makes sure that a block of that kind is open.
+    fn continue_with(&mut self, kind: Kind, block: &Value, out: &mut VecDeque<Piece>) {
+        if self.open != Some(kind) {
+            self.close_open(out);
+            self.begin(block, out);
+            self.open = Some(kind);
         }
     }
 
     fn write_part(&mut self, part: Part, out: &mut VecDeque<Piece>) {
         match part {
             Part::Text(text) => {
-                if !self.text_open {
-                    self.open(&json!({"type": "text", "text": ""}), out);
-                    self.text_open = true;
-                }
+                self.continue_with(Kind::Text, &json!({"type": "text", "text": ""}), out);
                 self.delta(&json!({"type": "text_delta", "text": text}), out);
             }
+            Part::Thought(text) => {
+                let block = json!({"type": "thinking", "thinking": "", "signature": ""});
+                self.continue_with(Kind::Thinking, &block, out);
+                self.delta(&json!({"type": "thinking_delta", "thinking": text}), out);
+            }
             Part::Call { id, name, arguments, .. } => {
-                self.close_text(out);
-                self.open(&json!({"type": "tool_use", "id": id, "name": name, "input": {}}), out);
+                self.close_open(out);
+                self.begin(&json!({"type": "tool_use", "id": id, "name": name, "input": {}}), out);
                 self.delta(&json!({"type": "input_json_delta", "partial_json": arguments}), out);
                 self.close(out);
             }
@@ -175,7 +198,7 @@ impl MessageWriter {
                 }
             }
             ChatEvent::Finished { reason, end } => {
-                self.close_text(out);
+                self.close_open(out);
                 let (reason, sequence) = stop_reason(reason, &end);
                 let value = json!({
                     "type": "message_delta",

@@ -4,16 +4,14 @@
 mod answer;
 mod translate;
 
-use super::auth::Tenant;
+use super::asked::{Asked, read_object};
 use super::chat::{ChatRequest, RunningChat, start};
-use super::error::{ApiError, body_rejection};
-use super::fields::{Fields, parse_object};
+use super::error::ApiError;
+use super::fields::Fields;
 use super::sse::respond;
 use super::state::AppState;
 use answer::{MessageAnswer, MessageWriter};
-use axum::body::Bytes;
-use axum::extract::rejection::BytesRejection;
-use axum::extract::{Extension, State};
+use axum::extract::{Request, State};
 use axum::response::{IntoResponse, Response};
 use serde_json::{Value, json};
 use std::sync::Arc;
@@ -52,32 +50,24 @@ impl IntoResponse for MessageError {
     }
 }
 
-fn read(state: &AppState, body: Result<Bytes, BytesRejection>, counting: bool) -> Result<ChatRequest, ApiError> {
-    let body = body.map_err(|error| body_rejection(&error, state.config.max_body_bytes))?;
-    let object = parse_object(&body)?;
-    let fields = Fields::new(&object);
-    let translated = translate::request(&fields, counting)?;
-    state.warn_unknown(&fields.unknown());
-    ChatRequest::read(&Fields::new(&translated))
+/// Reads a request as one of the chat protocol.
+fn read(fields: &Fields<'_>, counting: bool) -> Result<ChatRequest, ApiError> {
+    ChatRequest::read(&Fields::new(&translate::request(fields, counting)?))
 }
 
 /// The handler of `/v1/messages`.
 ///
 /// # Errors
 /// As a [`MessageError`].
-pub async fn handle(
-    State(state): State<Arc<AppState>>,
-    Extension(tenant): Extension<Tenant>,
-    body: Result<Bytes, BytesRejection>,
-) -> Result<Response, MessageError> {
-    let served = state.served_for_generation()?;
-    let request = Arc::new(read(&state, body, false)?);
-    let model = state.check_model(request.params.model.as_deref())?;
-    let running = start(&state.workers, served, Arc::clone(&request), tenant).await?;
+pub async fn handle(asked: Result<Asked, ApiError>) -> Result<Response, MessageError> {
+    let asked = asked?;
+    let request = Arc::new(asked.read(|fields| read(fields, false))?);
+    let model = asked.state.check_model(request.params.model.as_deref())?;
+    let running = start(&asked, Arc::clone(&request)).await?;
     let answer = MessageAnswer::new(model, running.prompt_tokens);
     let RunningChat { choices, splitter, .. } = running;
     if request.params.stream {
-        return Ok(respond(choices, MessageWriter::new(answer, splitter), state.config.keep_alive));
+        return Ok(respond(choices, MessageWriter::new(answer, splitter), asked.state.config.keep_alive));
     }
     Ok(axum::Json(answer.collect(choices, splitter).await?).into_response())
 }
@@ -88,10 +78,13 @@ pub async fn handle(
 /// As a [`MessageError`].
 pub async fn count_tokens(
     State(state): State<Arc<AppState>>,
-    body: Result<Bytes, BytesRejection>,
+    request: Request,
 ) -> Result<axum::Json<Value>, MessageError> {
     let served = state.served()?;
-    let request = read(&state, body, true)?;
+    let object = read_object(request, &state).await?;
+    let fields = Fields::new(&object);
+    let request = read(&fields, true)?;
+    state.warn_unknown(&fields.unknown());
     state.check_model(request.params.model.as_deref())?;
     let work = move || request.prompt(&served).map(|prompt| prompt.len());
     let count = state.workers.run(work).await??;

@@ -118,7 +118,7 @@ impl ResponseAnswer {
     }
 }
 
-/// A message that is being written.
+/// A message, or the thoughts before it, being written.
 struct OpenMessage {
     id: String,
     text: String,
@@ -127,6 +127,10 @@ struct OpenMessage {
 impl OpenMessage {
     fn part(&self) -> Value {
         json!({"type": "output_text", "text": self.text, "annotations": [], "logprobs": []})
+    }
+
+    fn thoughts(&self, status: &str, content: Vec<Value>) -> Value {
+        json!({"type": "reasoning", "id": self.id, "status": status, "summary": [], "content": content})
     }
 
     fn item(&self, status: &str, content: Vec<Value>) -> Value {
@@ -139,13 +143,14 @@ pub struct ResponseWriter {
     answer: ResponseAnswer,
     splitter: Splitter,
     open: Option<OpenMessage>,
+    thoughts: Option<OpenMessage>,
     sequence: u64,
 }
 
 impl ResponseWriter {
     /// Writes `answer`.
     pub fn new(answer: ResponseAnswer, splitter: Splitter) -> Self {
-        Self { answer, splitter, open: None, sequence: 0 }
+        Self { answer, splitter, open: None, thoughts: None, sequence: 0 }
     }
 
     fn send(&mut self, kind: &'static str, mut value: Value, out: &mut VecDeque<Piece>) {
@@ -160,7 +165,35 @@ impl ResponseWriter {
         self.send(kind, json!({"response": response}), out);
     }
 
+    fn write_thought(&mut self, text: &str, out: &mut VecDeque<Piece>) {
+        let index = self.answer.output.len();
+        if self.thoughts.is_none() {
+            let thoughts = OpenMessage { id: unique_id("rs"), text: String::new() };
+            let item = thoughts.thoughts("in_progress", Vec::new());
+            self.thoughts = Some(thoughts);
+            self.send("response.output_item.added", json!({"output_index": index, "item": item}), out);
+        }
+        if let Some(thoughts) = &mut self.thoughts {
+            thoughts.text.push_str(text);
+            let delta = json!({"item_id": thoughts.id, "output_index": index, "content_index": 0, "delta": text});
+            self.send("response.reasoning_text.delta", delta, out);
+        }
+    }
+
+    fn close_thoughts(&mut self, status: &str, out: &mut VecDeque<Piece>) {
+        let Some(thoughts) = self.thoughts.take() else {
+            return;
+        };
+        let index = self.answer.output.len();
+        let done = json!({"item_id": thoughts.id, "output_index": index, "content_index": 0, "text": thoughts.text});
+        self.send("response.reasoning_text.done", done, out);
+        let item = thoughts.thoughts(status, vec![json!({"type": "reasoning_text", "text": thoughts.text})]);
+        self.send("response.output_item.done", json!({"output_index": index, "item": item}), out);
+        self.answer.output.push(item);
+    }
+
     fn write_text(&mut self, text: &str, out: &mut VecDeque<Piece>) {
+        self.close_thoughts("completed", out);
         let index = self.answer.output.len();
         if self.open.is_none() {
             let message = OpenMessage { id: unique_id("msg"), text: String::new() };
@@ -179,6 +212,7 @@ impl ResponseWriter {
     }
 
     fn close_text(&mut self, status: &str, out: &mut VecDeque<Piece>) {
+        self.close_thoughts(status, out);
         let Some(message) = self.open.take() else {
             return;
         };
@@ -225,6 +259,7 @@ impl ResponseWriter {
                 for part in parts {
                     match part {
                         Part::Text(text) => self.write_text(&text, out),
+                        Part::Thought(text) => self.write_thought(&text, out),
                         Part::Call { id, name, arguments, .. } => self.write_call(&id, &name, &arguments, out),
                     }
                 }

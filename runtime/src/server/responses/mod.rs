@@ -4,16 +4,12 @@
 mod answer;
 mod translate;
 
-use super::auth::Tenant;
+use super::asked::Asked;
 use super::chat::{ChatRequest, RunningChat, start};
-use super::error::{ApiError, body_rejection};
-use super::fields::{Fields, parse_object};
+use super::error::ApiError;
+use super::fields::Fields;
 use super::sse::respond;
-use super::state::AppState;
 use answer::{ResponseAnswer, ResponseWriter};
-use axum::body::Bytes;
-use axum::extract::rejection::BytesRejection;
-use axum::extract::{Extension, State};
 use axum::response::{IntoResponse, Response};
 use std::sync::Arc;
 
@@ -21,24 +17,15 @@ use std::sync::Arc;
 ///
 /// # Errors
 /// As an [`ApiError`].
-pub async fn handle(
-    State(state): State<Arc<AppState>>,
-    Extension(tenant): Extension<Tenant>,
-    body: Result<Bytes, BytesRejection>,
-) -> Result<Response, ApiError> {
-    let served = state.served_for_generation()?;
-    let body = body.map_err(|error| body_rejection(&error, state.config.max_body_bytes))?;
-    let object = parse_object(&body)?;
-    let fields = Fields::new(&object);
-    let translated = translate::request(&fields)?;
-    state.warn_unknown(&fields.unknown());
+pub async fn handle(asked: Asked) -> Result<Response, ApiError> {
+    let translated = asked.read(translate::request)?;
     let request = Arc::new(ChatRequest::read(&Fields::new(&translated))?);
-    let model = state.check_model(request.params.model.as_deref())?;
-    let running = start(&state.workers, served, Arc::clone(&request), tenant).await?;
-    let answer = ResponseAnswer::new(model, &object, running.prompt_tokens);
+    let model = asked.state.check_model(request.params.model.as_deref())?;
+    let running = start(&asked, Arc::clone(&request)).await?;
+    let answer = ResponseAnswer::new(model, &asked.object, running.prompt_tokens);
     let RunningChat { choices, splitter, .. } = running;
     if request.params.stream {
-        return Ok(respond(choices, ResponseWriter::new(answer, splitter), state.config.keep_alive));
+        return Ok(respond(choices, ResponseWriter::new(answer, splitter), asked.state.config.keep_alive));
     }
     Ok(axum::Json(answer.collect(choices, splitter).await?).into_response())
 }

@@ -9,7 +9,8 @@ mod tools;
 use super::*;
 use crate::engine::CacheSalt;
 use crate::test_support::fake_model::Counters;
-use crate::test_support::{FakeModel, Script, fake_served};
+use crate::test_support::{FakeModel, Script, fake_served, fake_text};
+use crate::text::BundleText;
 use client::{Client, Reply};
 use serde_json::{Value, json};
 
@@ -35,13 +36,18 @@ async fn rig(model: FakeModel) -> Rig {
 }
 
 async fn rig_with(model: FakeModel, max_queue: usize, config: ServerConfig) -> Rig {
+    rig_with_text(model, max_queue, config, fake_text()).await
+}
+
+async fn rig_with_text(model: FakeModel, max_queue: usize, config: ServerConfig, text: BundleText) -> Rig {
     let config = ServerConfig { endpoint: Endpoint::Tcp { host: "127.0.0.1".to_owned(), port: 0 }, ..config };
     let bound = Bound::bind(&config.endpoint).await.unwrap();
     let address = bound.address();
     let counters = model.counters();
     let metrics = Arc::new(Metrics::new("vt"));
     let state = Arc::new(AppState::new(config, Arc::clone(&metrics)).unwrap());
-    state.set_served(fake_served(model, max_queue, metrics).unwrap());
+    let served = fake_served(model, max_queue, metrics).unwrap();
+    state.set_served(Served { text: Arc::new(text), ..served });
     let (stop, stopped) = watch::channel(false);
     tokio::spawn(bound.serve(router(&state).unwrap(), stopped));
     Rig { client: Client::new(&address), state, counters, _stop: stop }

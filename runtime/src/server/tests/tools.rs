@@ -10,6 +10,50 @@ fn weather() -> Value {
 
 const CALL: &str = "<tool_call>\n{\"name\": \"weather\", \"arguments\": {\"city\": \"Oslo\"}}\n</tool_call>";
 
+/// A server whose model thinks first; where `opens`, its template begins the thoughts itself.
+async fn thinking(opens: bool) -> Rig {
+    let opening = if opens { "<think>\\n" } else { "" };
+    let template = format!(
+        "{{{{ bos_token }}}}{{# </think> #}}{{% for m in messages %}}{{{{ '<|start|>' + m['role'] + '\\n' + m['content'] \
+         + '<|end|>' }}}}{{% endfor %}}{{{{ '<|start|>assistant\\n{opening}' }}}}"
+    );
+    let mut text = fake_text();
+    text.set_chat_template(&template).unwrap();
+    let answer = "<think>\nhm\n</think>\n\nSo: 5";
+    let model = FakeModel::new(Script::Reply(answer.bytes().map(u32::from).collect()), 1024, 512);
+    rig_with_text(model, 8, ServerConfig::default(), text).await
+}
+
+#[tokio::test]
+async fn thoughts_are_told_from_the_answer() {
+    for opens in [false, true] {
+        let rig = thinking(opens).await;
+        let message = rig.chat(json!({})).await.json()["choices"][0]["message"].clone();
+        assert_eq!((&message["reasoning_content"], &message["content"]), (&json!("hm"), &json!("So: 5")));
+        let pieces = rig.chat(json!({"stream": true})).await.pieces();
+        let said = |field: &str| -> String {
+            pieces.iter().filter_map(|piece| piece["choices"][0]["delta"][field].as_str()).collect()
+        };
+        assert_eq!((said("reasoning_content"), said("content")), ("hm".to_owned(), "So: 5".to_owned()));
+
+        let user = json!([{"role": "user", "content": "hi"}]);
+        let reply =
+            rig.post("/v1/messages", json!({"messages": user, "max_tokens": 200, "temperature": 0})).await.json();
+        assert_eq!(
+            (&reply["content"][0]["type"], &reply["content"][0]["thinking"]),
+            (&json!("thinking"), &json!("hm"))
+        );
+        assert_eq!(reply["content"][1]["text"], "So: 5");
+        let reply = rig.post("/v1/responses", json!({"input": "hi", "temperature": 0})).await.json();
+        assert_eq!(reply["output"][0]["content"][0], json!({"type": "reasoning_text", "text": "hm"}));
+        assert_eq!(reply["output"][1]["content"][0]["text"], "So: 5");
+        // A grammar is for the answer, and leaves no room for thoughts.
+        let outputs = json!({"structured_outputs": {"choice": ["yes", "no"]}});
+        let message = rig.chat(outputs).await.json()["choices"][0]["message"].clone();
+        assert!(["yes", "no"].contains(&message["content"].as_str().unwrap()), "{message}");
+    }
+}
+
 #[tokio::test]
 async fn a_call_is_told_from_text() {
     let rig = rig_with(

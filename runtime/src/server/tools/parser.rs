@@ -9,6 +9,8 @@ use serde_json::Value;
 pub enum Part {
     /// Text for the user.
     Text(String),
+    /// What the model thought before; see [`crate::server::reasoning`].
+    Thought(String),
     /// A call.
     Call {
         /// Position among the calls of the answer.
@@ -227,6 +229,7 @@ mod tests {
             for part in parts {
                 match part {
                     Part::Text(text) => shown.push_str(&text),
+                    Part::Thought(thought) => panic!("{thought}"),
                     Part::Call { index, id, name, arguments } => {
                         assert!(index == calls.len() && id.starts_with("call-"));
                         calls.push((name, arguments));
