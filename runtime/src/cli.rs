@@ -2,6 +2,8 @@
 
 use crate::load::upload::{IoMode, Residency, UploadOptions};
 use clap::{Args as _, CommandFactory, FromArgMatches, Parser, ValueEnum};
+#[cfg(feature = "remote")]
+use std::path::Path;
 use std::path::PathBuf;
 use std::str::FromStr;
 
@@ -17,12 +19,17 @@ pub use subcommands::{Bench, Chat};
 #[derive(Clone, Debug, Parser)]
 #[command(name = "vt-run", version, max_term_width = 120)]
 pub struct Cli {
-    /// Folder of the bundle that vt-convert wrote.
-    #[arg(long, value_name = "DIR", env = "VT_BUNDLE")]
+    /// Folder of the bundle that vt-convert wrote, or a reference to one in a store: oci://, oci-layout:, s3://, gs://,
+    /// az://, file://.
+    #[arg(long, value_name = "DIR|REFERENCE", env = "VT_BUNDLE")]
     pub bundle: PathBuf,
     /// Refuse any bundle but the one with this id (the BLAKE3 of its manifest).
     #[arg(long, value_name = "HEX", env = "VT_EXPECT_ID")]
     pub expect_id: Option<String>,
+    #[allow(missing_docs, reason = "clap would take it for a heading")]
+    #[cfg(feature = "remote")]
+    #[command(flatten)]
+    pub store: StoreArgs,
 
     #[allow(missing_docs, reason = "clap would take it for a heading")]
     #[command(flatten)]
@@ -60,9 +67,13 @@ pub struct Cli {
 /// Measures loading: the link's and the disk's own rates, then whole loads, in one run.
 #[derive(Clone, Debug, clap::Args)]
 pub struct BenchLoad {
-    /// Folder of the bundle.
-    #[arg(long, value_name = "DIR", env = "VT_BUNDLE")]
+    /// Folder of the bundle, or a reference to one in a store.
+    #[arg(long, value_name = "DIR|REFERENCE", env = "VT_BUNDLE")]
     pub bundle: PathBuf,
+    #[allow(missing_docs, reason = "clap would take it for a heading")]
+    #[cfg(feature = "remote")]
+    #[command(flatten)]
+    pub store: StoreArgs,
     /// Index of the GPU.
     #[arg(long, value_name = "N", env = "VT_DEVICE_INDEX", default_value_t = 0)]
     pub device_index: u32,
@@ -113,6 +124,42 @@ impl Invocation {
     }
 }
 
+#[cfg(feature = "remote")]
+impl Invocation {
+    /// The bundle that is asked for, and how a store is reached; `None` where there is none.
+    pub fn bundle(&self) -> Option<(&Path, &StoreArgs)> {
+        match self {
+            Self::Run(cli) => Some((&cli.bundle, &cli.store)),
+            Self::BenchLoad(bench) => Some((&bench.bundle, &bench.store)),
+            Self::Bench(bench) => Some((bench.bundle.as_deref()?, &bench.store)),
+            Self::Chat(chat) => Some((&chat.bundle, &chat.store)),
+        }
+    }
+
+    /// Puts another bundle in the place of the one that is asked for.
+    pub fn set_bundle(&mut self, dir: &Path) {
+        match self {
+            Self::Run(cli) => dir.clone_into(&mut cli.bundle),
+            Self::BenchLoad(bench) => dir.clone_into(&mut bench.bundle),
+            Self::Bench(bench) => bench.bundle = Some(dir.to_owned()),
+            Self::Chat(chat) => dir.clone_into(&mut chat.bundle),
+        }
+    }
+}
+
+/// How stores are reached, and where what comes from them is kept.
+#[cfg(feature = "remote")]
+#[derive(Clone, Debug, clap::Args)]
+#[command(next_help_heading = "Stores")]
+pub struct StoreArgs {
+    /// Folder for bundles that are fetched; $XDG_CACHE_HOME/vt or ~/.cache/vt where absent.
+    #[arg(long, value_name = "DIR", env = "VT_CACHE_DIR")]
+    pub cache_dir: Option<PathBuf>,
+    /// Plain HTTP for every host; for this machine it is taken anyway.
+    #[arg(long, env = "VT_PLAIN_HTTP")]
+    pub plain_http: bool,
+}
+
 /// The whole definition, subcommands included.
 pub fn command() -> clap::Command {
     let about = "Measure loading: the link's and the disk's own rates, then whole loads, in one run";
@@ -129,6 +176,12 @@ impl Cli {
     pub fn for_bundle(bundle: PathBuf, device: DeviceArgs, memory: MemoryArgs) -> Result<Self, clap::Error> {
         let whole = Self::try_parse_from(["vt-run", "--bundle", "."])?;
         Ok(Self { bundle, device, memory, ..whole })
+    }
+
+    /// A command line out of a test.
+    #[cfg(all(test, feature = "remote"))]
+    pub(crate) fn parse_for_test(args: &[&str]) -> Self {
+        Self::try_parse_from([&["vt-run"], args].concat()).unwrap()
     }
 }
 

@@ -5,6 +5,8 @@
 //! Failures in here are faults of the test setup and panic with what to do.
 
 pub mod binaries;
+pub mod disks;
 pub mod fixtures;
 pub mod folders;
 pub mod process;
+pub mod servers;

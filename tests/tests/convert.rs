@@ -4,6 +4,7 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
+use vt_tests::disks::Tmpfs;
 use vt_tests::process::{Numbers, Ran, command, finish, run, run_measured};
 use vt_tests::{fixtures, folders};
 
@@ -96,29 +97,6 @@ fn a_full_disk_is_said_so() {
     let numbers: Vec<u64> = numbers.filter(|&n| n > 1000).collect();
     assert!(ran.err.contains("needs") && numbers.len() >= 2, "needed and free bytes: {ran:?}");
     assert_eq!(std::fs::read_dir(&disk).expect("listed").count(), 0, "something is left on the disk");
-}
-
-/// A file system of bounded size, unmounted at the end.
-struct Tmpfs<'a>(&'a Path);
-
-impl<'a> Tmpfs<'a> {
-    /// `None`, and a line that says so, where mounting is not allowed.
-    fn mount(dir: &'a Path, size: &str) -> Option<Self> {
-        let option = format!("size={size}");
-        let status = Command::new("mount").args(["-t", "tmpfs", "-o", &option, "tmpfs"]).arg(dir).status();
-        if status.is_ok_and(|s| s.success()) {
-            return Some(Self(dir));
-        }
-        eprintln!("SKIPPED: mounting a tmpfs needs root");
-        None
-    }
-}
-
-impl Drop for Tmpfs<'_> {
-    fn drop(&mut self) {
-        let status = Command::new("umount").arg(self.0).status();
-        assert!(status.is_ok_and(|s| s.success()), "umount {}", self.0.display());
-    }
 }
 
 #[test]

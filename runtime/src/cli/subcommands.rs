@@ -6,9 +6,13 @@ use std::path::PathBuf;
 /// Measures generation, in this process or against a running server.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Bench {
-    /// Folder of the bundle to measure in this process.
-    #[arg(long, value_name = "DIR", env = "VT_BUNDLE", required_unless_present = "url")]
+    /// Folder of the bundle to measure in this process, or a reference to one in a store.
+    #[arg(long, value_name = "DIR|REFERENCE", env = "VT_BUNDLE", required_unless_present = "url")]
     pub bundle: Option<PathBuf>,
+    #[allow(missing_docs, reason = "clap would take it for a heading")]
+    #[cfg(feature = "remote")]
+    #[command(flatten)]
+    pub store: super::StoreArgs,
     /// Measure a running OpenAI-compatible server instead, such as http://127.0.0.1:8000.
     #[arg(long, value_name = "URL", env = "VT_URL")]
     pub url: Option<String>,
@@ -59,9 +63,13 @@ pub struct Bench {
 /// A conversation in the terminal.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Chat {
-    /// Folder of the bundle.
-    #[arg(long, value_name = "DIR", env = "VT_BUNDLE")]
+    /// Folder of the bundle, or a reference to one in a store.
+    #[arg(long, value_name = "DIR|REFERENCE", env = "VT_BUNDLE")]
     pub bundle: PathBuf,
+    #[allow(missing_docs, reason = "clap would take it for a heading")]
+    #[cfg(feature = "remote")]
+    #[command(flatten)]
+    pub store: super::StoreArgs,
     /// What the model is told before the conversation.
     #[arg(long, value_name = "TEXT", env = "VT_SYSTEM")]
     pub system: Option<String>,

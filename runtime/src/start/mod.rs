@@ -7,6 +7,8 @@ mod generation;
 mod load;
 mod logits;
 mod prompt;
+#[cfg(feature = "remote")]
+mod remote;
 mod serve;
 
 use crate::cli::{Cli, StatsForm};
@@ -18,6 +20,8 @@ use std::io::{self, Write};
 pub use bench::bench_load;
 pub use chat::chat;
 pub use generation::bench;
+#[cfg(feature = "remote")]
+pub use remote::fetch;
 
 /// Why a run ended, and the exit code that says so.
 #[derive(Debug)]

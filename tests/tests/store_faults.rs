@@ -1,0 +1,229 @@
+//! Kills, lines that break, registries that lie: a clear error or a finished resume, and nothing wrong is ever there.
+
+use std::path::{Path, PathBuf};
+use std::process::{Child, Stdio};
+use std::time::{Duration, Instant};
+
+use vt_tests::process::{Numbers, Ran, command, run};
+use vt_tests::servers::{BreakingLine, Registry};
+use vt_tests::{fixtures, folders};
+
+fn text(path: &Path) -> &str {
+    path.to_str().expect("a path in UTF-8")
+}
+
+fn vt_bundle(args: &[&str]) -> Ran {
+    run("vt-bundle", args)
+}
+
+fn start(args: &[&str]) -> Child {
+    command("vt-bundle", args).stdout(Stdio::null()).stderr(Stdio::null()).spawn().expect("started")
+}
+
+/// A bundle of some tens of megabytes.
+fn bundle(root: &Path, gib: f64) -> PathBuf {
+    let (input, output) = (root.join("moe"), root.join("bundle"));
+    fixtures::make_moe(&input, gib);
+    run("vt-convert", &[text(&input), text(&output), "--quiet"]).ok();
+    output
+}
+
+/// How often the tests kill; `VT_TEST_KILLS` says otherwise.
+fn kills() -> u64 {
+    std::env::var("VT_TEST_KILLS").ok().and_then(|n| n.parse().ok()).unwrap_or(20)
+}
+
+/// Runs to the end and gives the time.
+fn timed(args: &[&str]) -> Duration {
+    let began = Instant::now();
+    vt_bundle(args).ok();
+    began.elapsed()
+}
+
+/// Kills a command at a random moment within `whole`; whether it was still running.
+fn kill(args: &[&str], whole: Duration, numbers: &mut Numbers) -> bool {
+    let mut child = start(args);
+    std::thread::sleep(Duration::from_micros(numbers.below(whole.as_micros() as u64)));
+    let running = child.try_wait().expect("asked").is_none();
+    child.kill().expect("killed");
+    child.wait().expect("ended");
+    running
+}
+
+#[test]
+fn killed_pushes_are_finished_by_the_next() {
+    let root = tempfile::tempdir().expect("temporary folder");
+    let Some(registry) = Registry::start(&root.path().join("registry"), false) else { return };
+    let bundle = bundle(root.path(), 0.06);
+    let whole = timed(&["push", text(&bundle), &registry.reference("whole:v1"), "--quiet"]);
+    let mut numbers = Numbers(3);
+    let mut running = 0;
+    for n in 0..kills() {
+        // Another repository each time: blobs of one are not seen in the other.
+        let reference = registry.reference(&format!("killed/{n}:v1"));
+        let push = ["push", text(&bundle), &reference, "--quiet"];
+        running += u64::from(kill(&push, whole, &mut numbers));
+        let output = root.path().join("out");
+        let early = vt_bundle(&["pull", &reference, text(&output), "--quiet"]);
+        // Either the tag is not there, or everything is.
+        match early.code {
+            Some(0) => folders::assert_equal(&bundle, &output),
+            code => assert_eq!(code, Some(3), "kill {n}: {early:?}"),
+        }
+        let _ = std::fs::remove_dir_all(&output);
+        vt_bundle(&push).ok();
+        vt_bundle(&["pull", &reference, text(&output), "--quiet"]).ok();
+        folders::assert_equal(&bundle, &output);
+        std::fs::remove_dir_all(&output).expect("removed");
+    }
+    eprintln!("{running} of {} pushes were killed at work", kills());
+    assert!(running > 0);
+}
+
+#[test]
+fn killed_pulls_are_continued() {
+    let root = tempfile::tempdir().expect("temporary folder");
+    let Some(registry) = Registry::start(&root.path().join("registry"), false) else { return };
+    let bundle = bundle(root.path(), 0.06);
+    let reference = registry.reference("moe:v1");
+    vt_bundle(&["push", text(&bundle), &reference, "--quiet"]).ok();
+    let output = root.path().join("out");
+    let pull = ["pull", &reference, text(&output), "--quiet"];
+    let whole = timed(&pull);
+    std::fs::remove_dir_all(&output).expect("removed");
+    let mut numbers = Numbers(4);
+    let mut running = 0;
+    for n in 0..kills() {
+        running += u64::from(kill(&pull, whole, &mut numbers));
+        if !output.exists() {
+            vt_bundle(&pull).ok();
+        }
+        folders::assert_equal(&bundle, &output);
+        assert!(!root.path().join("out.partial").exists(), "kill {n}");
+        std::fs::remove_dir_all(&output).expect("removed");
+    }
+    eprintln!("{running} of {} pulls were killed at work", kills());
+    assert!(running > 0);
+    assert!(registry.requests(&["\"GET ", "/blobs/", " 206 "]) > 0, "something was resumed by range");
+
+    // The cache, too: what appears is whole.
+    let cache = root.path().join("cache");
+    let id = vt_bundle(&["id", text(&bundle)]).ok().out.trim().to_owned();
+    let cached = cache.join("bundles").join(&id);
+    let load = ["--bundle", &reference, "--cache-dir", text(&cache), "--device", "cpu", "--load-only"];
+    for _ in 0..kills() {
+        let mut child = command("vt-run", &load).stdout(Stdio::null()).stderr(Stdio::null()).spawn().expect("started");
+        std::thread::sleep(Duration::from_micros(numbers.below(whole.as_micros() as u64)));
+        child.kill().expect("killed");
+        child.wait().expect("ended");
+        if cached.exists() {
+            folders::assert_equal(&bundle, &cached);
+            std::fs::remove_dir_all(&cache).expect("removed");
+        }
+    }
+    run("vt-run", &load).ok();
+    folders::assert_equal(&bundle, &cached);
+}
+
+#[test]
+fn lines_that_break_are_picked_up() {
+    let root = tempfile::tempdir().expect("temporary folder");
+    let Some(registry) = Registry::start(&root.path().join("registry"), false) else { return };
+    let bundle = bundle(root.path(), 0.02);
+    let line = BreakingLine::to(registry.port, 4 << 20);
+    let reference = format!("oci://127.0.0.1:{}/broken:v1", line.port);
+    vt_bundle(&["push", text(&bundle), &reference]).ok();
+    let pushing = line.broken();
+    assert!(pushing > 0, "the line broke while pushing");
+    assert!(registry.requests(&["\"GET ", "/blobs/uploads/"]) > 0, "the upload was resumed where it stood");
+    let output = root.path().join("out");
+    let ran = vt_bundle(&["pull", &reference, text(&output)]).ok();
+    assert!(line.broken() > pushing && ran.err.contains("trying again"), "{ran:?}");
+    folders::assert_equal(&bundle, &output);
+    assert!(registry.requests(&["\"GET ", "/blobs/", " 206 "]) > 0, "the download was resumed by range");
+}
+
+#[test]
+fn wrong_blobs_are_refused() {
+    let root = tempfile::tempdir().expect("temporary folder");
+    let Some(registry) = Registry::start(&root.path().join("registry"), false) else { return };
+    fixtures::make_tiny(root.path(), &["nvfp4"]);
+    let bundle = root.path().join("bundle");
+    run("vt-convert", &[text(&root.path().join("nvfp4")), text(&bundle), "--quiet"]).ok();
+    let reference = registry.reference("tiny:v1");
+    let digest = vt_bundle(&["push", text(&bundle), &reference, "--json"]).ok().json()["digest"].clone();
+    let manifest = registry.blob(digest.as_str().and_then(|d| d.strip_prefix("sha256:")).expect("digest"));
+    let image: serde_json::Value = serde_json::from_slice(&std::fs::read(&manifest).expect("read")).expect("JSON");
+    let blob = |path: &str| {
+        let layers = image["layers"].as_array().expect("layers");
+        let layer = layers.iter().find(|l| l["annotations"]["org.cncf.model.filepath"] == path).expect("layer");
+        registry.blob(layer["digest"].as_str().and_then(|d| d.strip_prefix("sha256:")).expect("digest"))
+    };
+    let output = root.path().join("out");
+    let cache = root.path().join("cache");
+    let load = ["--bundle", &reference, "--cache-dir", text(&cache), "--device", "cpu", "--load-only"];
+    // The registry serves these as if they were what was pushed.
+    for (path, named) in [("segments/image-00000.bin", "image-00000.bin"), ("manifest.json", "manifest.json")] {
+        let file = blob(path);
+        let right = std::fs::read(&file).expect("read");
+        let mut lie = right.clone();
+        lie[right.len() / 2] ^= 1;
+        for wrong in [&lie[..], &right[..right.len() / 2]] {
+            std::fs::write(&file, wrong).expect("written");
+            let ran = vt_bundle(&["pull", &reference, text(&output), "--quiet"]).exits(4);
+            assert!(ran.err.contains(named) && !output.exists(), "{ran:?}");
+            let ran = run("vt-run", &load).exits(4);
+            assert!(ran.err.contains(named), "{ran:?}");
+            assert!(!cache.join("bundles").exists() || folders::files(&cache.join("bundles")).is_empty());
+        }
+        std::fs::write(&file, right).expect("written");
+    }
+    // A manifest that is not the one of the tag's digest.
+    let right = std::fs::read(&manifest).expect("read");
+    let changed = String::from_utf8(right.clone()).expect("UTF-8").replace("assets/leaves.bin", "assets/leaves.bim");
+    std::fs::write(&manifest, changed).expect("written");
+    let pinned = format!("{reference}@{}", digest.as_str().expect("digest"));
+    let ran = vt_bundle(&["pull", &pinned, text(&output), "--quiet"]);
+    assert!(matches!(ran.code, Some(3 | 4 | 6)) && !output.exists(), "{ran:?}");
+    std::fs::write(&manifest, right).expect("written");
+    vt_bundle(&["pull", &pinned, text(&output), "--quiet"]).ok();
+    folders::assert_equal(&bundle, &output);
+    run("vt-run", &load).ok();
+}
+
+#[test]
+fn what_cannot_be_reached_says_what_to_do() {
+    let root = tempfile::tempdir().expect("temporary folder");
+    let output = root.path().join("out");
+    let began = Instant::now();
+    for reference in ["oci://no-such-host.invalid/x:v1", "oci://127.0.0.1:1/x:v1"] {
+        let ran = vt_bundle(&["pull", reference, text(&output), "--quiet"]).exits(6);
+        assert!(ran.err.contains("cannot be reached") && ran.err.contains("check the name"), "{ran:?}");
+    }
+    let mut denied = command("vt-bundle", &["pull", "s3://bucket/x:v1", text(&output), "--quiet"]);
+    for (key, _) in std::env::vars_os().filter(|(key, _)| key.to_string_lossy().starts_with("AWS_")) {
+        denied.env_remove(key);
+    }
+    denied
+        .env("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+        .env("AWS_ACCESS_KEY_ID", "a")
+        .env("AWS_SECRET_ACCESS_KEY", "b");
+    let ran = vt_tests::process::finish(denied).exits(6);
+    assert!(ran.err.contains("cannot be reached"), "{ran:?}");
+    assert!(began.elapsed() < Duration::from_secs(120), "it took {:?}", began.elapsed());
+    for reference in ["oci://host", "http://host/x", "oci://host/x@sha256:1", "s3://", "oci://user:hunter2@host/x:v1"] {
+        let ran = vt_bundle(&["pull", reference, text(&output)]).exits(2);
+        assert!(!ran.err.contains("hunter2"), "{ran:?}");
+    }
+    // What is in the way stays.
+    let partial = root.path().join("out.partial");
+    std::fs::create_dir(&partial).expect("folder");
+    std::fs::write(partial.join("mine"), "mine").expect("written");
+    fixtures::make_tiny(root.path(), &["nvfp4"]);
+    let bundle = root.path().join("bundle");
+    run("vt-convert", &[text(&root.path().join("nvfp4")), text(&bundle), "--quiet"]).ok();
+    let reference = format!("oci-layout:{}:v1", root.path().join("layout").display());
+    vt_bundle(&["push", text(&bundle), &reference, "--quiet"]).ok();
+    let ran = vt_bundle(&["pull", &reference, text(&output)]).exits(2);
+    assert!(ran.err.contains("out.partial") && partial.join("mine").exists(), "{ran:?}");
+}
