@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Everything that must hold, with warnings as errors. Python packages are installed below .build/; cargo-nextest and
 # cargo-deny are used where they are installed. Options:
-#   --no-python   leave out the official OpenAI client and transformers (needs PyPI)
+#   --no-python   leave out the official OpenAI client, transformers, the S3 server and model_signing (need PyPI)
 #   --no-model    leave out what needs the 98 MB model (needs PyPI)
 set -euo pipefail
 cd "$(dirname "$0")"
@@ -44,6 +44,14 @@ cargo build --release --locked --bins
 say "Lints"
 cargo clippy --workspace --all-targets --locked -- -D warnings
 
+say "What links what"
+# No output of `cargo tree` but a match is a fault.
+linked() { cargo tree --locked --edges normal --prefix none "${@:2}" | grep -E "^($1) " >&2; }
+if linked "tokio|vt-store" -p vt-convert || linked "vt-store|oci-client|object_store|reqwest" -p vt-run --no-default-features; then
+    echo "must not be linked there" >&2
+    exit 1
+fi
+
 say "Documentation"
 RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps --locked --quiet
 
@@ -63,6 +71,18 @@ if [ $real_model = yes ]; then
     grep -q "Paris" <<<"$first"
 fi
 
+venv=$PWD/.build/venv
+if [ $python = yes ]; then
+    say "Python packages"
+    [ -x "$venv/bin/python" ] || python3 -m venv "$venv"
+    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check \
+        --requirement tests/openai/requirements.txt --requirement tests/store/requirements.txt
+    export VT_TEST_PYTHON=$venv/bin/python
+fi
+for program in docker-registry skopeo openssl; do
+    command -v $program >/dev/null 2>&1 || skip "$program is not installed: tests of stores are incomplete"
+done
+
 say "Tests"
 export VT_TEST_BIN_DIR=$bin
 if cargo nextest --version >/dev/null 2>&1; then
@@ -81,9 +101,6 @@ mkdir -p .build
 
 if [ $python = yes ]; then
     say "The official OpenAI client"
-    venv=.build/venv
-    [ -x $venv/bin/python ] || python3 -m venv $venv
-    $venv/bin/python -m pip install --quiet --disable-pip-version-check --requirement tests/openai/requirements.txt
     if [ $real_model = yes ]; then
         served=.build/smollm2
     else
@@ -93,16 +110,16 @@ if [ $python = yes ]; then
         served=.build/tiny/bundle
     fi
     export VT_RUN=$bin/vt-run VT_BUNDLE=$served
-    $venv/bin/python -m pytest --quiet tests/openai
+    "$venv/bin/python" -m pytest --quiet tests/openai
 
     say "Chat templates beside transformers"
-    $venv/bin/python -m pip install --quiet --disable-pip-version-check --requirement fixtures/chat_templates.requirements.txt
+    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --requirement fixtures/chat_templates.requirements.txt
     # A training framework that carries the published templates of many models.
-    $venv/bin/python -m pip download --quiet --disable-pip-version-check --no-deps --dest .build/templates axolotl==0.19.0
+    "$venv/bin/python" -m pip download --quiet --disable-pip-version-check --no-deps --dest .build/templates axolotl==0.19.0
     sources=(.build/templates/*.whl)
     [ $real_model = no ] || sources+=(.build/model/*.gguf)
     [ ! -d ../shared/checkpoints ] || sources+=(../shared/checkpoints)
-    $venv/bin/python fixtures/chat_templates.py .build/templates.json "${sources[@]}" 2>/dev/null
+    "$venv/bin/python" fixtures/chat_templates.py .build/templates.json "${sources[@]}" 2>/dev/null
     VT_TEST_TEMPLATES=$PWD/.build/templates.json cargo test --quiet --locked -p vt-run --test chat_templates
 fi
 

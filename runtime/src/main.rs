@@ -60,7 +60,7 @@ fn ended(result: Result<(), Failure>) -> ExitCode {
 
 /// Fetches a bundle that is named by a reference; what is returned holds it in the cache.
 #[cfg(feature = "remote")]
-fn bundle(invocation: &mut Invocation) -> Result<impl Sized, Failure> {
+fn bundle(invocation: &mut Invocation) -> Result<impl Sized + use<>, Failure> {
     start::fetch(invocation)
 }
 

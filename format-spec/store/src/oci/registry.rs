@@ -76,6 +76,10 @@ impl Registry {
         let client = Client::try_from(config).map_err(|e| system(&e))?;
         let http = reqwest::Client::builder()
             .connect_timeout(CONNECT_TIMEOUT)
+            // An upload may take any time before it is answered, so that silence alone says nothing; bytes that are never
+            // acknowledged do.
+            .tcp_user_timeout(READ_TIMEOUT)
+            .tcp_keepalive(READ_TIMEOUT)
             .user_agent(user_agent)
             .build()
             .map_err(|e| system(&e))?;
