@@ -238,11 +238,11 @@ fn signatures_travel_with_the_bundle() {
     let reference = registry.reference("tiny:v1");
     vt_bundle(&["push", text(&bundle), &reference, "--quiet"]).ok();
     let ran = verify(&reference, "ours.pub").exits(4);
-    assert!(ran.err.contains("there is none"), "{ran:?}");
+    assert!(ran.out.contains("there is none"), "{ran:?}");
     vt_bundle(&["sign", text(&bundle), "--key", &path("ours.pem"), "--attach", &reference, "--quiet"]).ok();
     assert!(verify(&reference, "ours.pub").ok().json()["signed_by"].is_string());
     let ran = verify(&reference, "theirs.pub").exits(4);
-    assert!(ran.err.contains("by the key"), "{ran:?}");
+    assert!(ran.out.contains("by the key"), "{ran:?}");
     // Beside other signatures, and in a layout and an object store on disk.
     vt_bundle(&["sign", &reference, "--key", &path("theirs.pem"), "--quiet"]).ok();
     for key in ["ours.pub", "theirs.pub"] {

@@ -3,9 +3,9 @@
 use std::io::Write;
 
 use serde_json::json;
-use vt_store::{Listing, Reference};
+use vt_store::Listing;
 
-use super::ConnectionArgs;
+use super::{ConnectionArgs, ReferenceArg};
 use crate::failure::{Failure, Outcome};
 use crate::output;
 
@@ -13,7 +13,7 @@ use crate::output;
 #[derive(clap::Args)]
 pub struct Args {
     /// Without a tag: its versions; with one: the files of that version
-    reference: Reference,
+    reference: ReferenceArg,
     #[command(flatten)]
     connection: ConnectionArgs,
     /// Print JSON
@@ -23,7 +23,7 @@ pub struct Args {
 
 /// Lists.
 pub fn run(args: &Args) -> Result<Outcome, Failure> {
-    let listing = args.connection.client(1)?.list(&args.reference)?;
+    let listing = args.connection.client(1)?.list(&args.reference.read()?)?;
     let mut out = output::stdout();
     match &listing {
         Listing::Versions(versions) if args.json => output::json(&json!(versions))?,

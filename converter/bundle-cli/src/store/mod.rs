@@ -6,10 +6,9 @@ pub mod sign;
 pub mod transfer;
 
 use std::path::PathBuf;
-use std::str::FromStr;
 use std::sync::Arc;
 
-use vt_store::{Cache, Client, Options, Progress, Reference, StoreError};
+use vt_store::{Cache, Client, Options, Progress, Reference};
 
 use crate::failure::Failure;
 use crate::progress::TransferBar;
@@ -54,24 +53,39 @@ impl TransferArgs {
     }
 }
 
+/// A reference as given. It is read by the command and not by the parser of the command line, which would quote what it
+/// cannot read, credentials included.
+#[derive(Clone, Debug)]
+pub struct ReferenceArg(String);
+
+impl From<String> for ReferenceArg {
+    fn from(text: String) -> Self {
+        Self(text)
+    }
+}
+
+impl ReferenceArg {
+    /// The reference.
+    pub fn read(&self) -> Result<Reference, Failure> {
+        Ok(self.0.parse()?)
+    }
+
+    /// The reference, or the folder or file that it is where it names no store.
+    pub fn place(&self) -> Result<Place, Failure> {
+        match vt_store::is_reference(&self.0) {
+            true => self.read().map(Place::Store),
+            false => Ok(Place::Folder(PathBuf::from(&self.0))),
+        }
+    }
+}
+
 /// A folder of a bundle, or a reference to one in a store.
 #[derive(Clone, Debug)]
 pub enum Place {
-    /// A folder.
+    /// A folder, or a file.
     Folder(PathBuf),
     /// A reference.
     Store(Reference),
-}
-
-impl FromStr for Place {
-    type Err = StoreError;
-
-    fn from_str(text: &str) -> Result<Self, StoreError> {
-        match vt_store::is_reference(text) {
-            true => text.parse().map(Self::Store),
-            false => Ok(Self::Folder(text.into())),
-        }
-    }
 }
 
 /// The cache that a flag names, or the usual one.

@@ -8,7 +8,7 @@ use serde_json::json;
 use vt_store::sign::{SigningKey, VerifyingKey};
 use vt_store::{Progress, Reference};
 
-use super::{ConnectionArgs, Place};
+use super::{ConnectionArgs, Place, ReferenceArg};
 use crate::failure::{Failure, Outcome};
 use crate::output;
 use crate::progress::TransferBar;
@@ -20,7 +20,7 @@ const MAX_SIGNATURE: u64 = 16 << 20;
 #[derive(clap::Args)]
 pub struct Args {
     /// Folder of the bundle, or a reference: then what is in that store is signed, and the signature stored there
-    bundle: Place,
+    bundle: ReferenceArg,
     /// Private key: ECDSA P-256 or P-384, PEM
     #[arg(long, env = "VT_KEY", value_name = "FILE")]
     key: PathBuf,
@@ -29,7 +29,7 @@ pub struct Args {
     signature: Option<PathBuf>,
     /// Also store the signature of a folder beside this copy of the bundle
     #[arg(long, env = "VT_ATTACH", value_name = "REFERENCE")]
-    attach: Option<Reference>,
+    attach: Option<ReferenceArg>,
     #[command(flatten)]
     connection: ConnectionArgs,
     /// Print JSON
@@ -45,32 +45,33 @@ pub fn run(args: &Args) -> Result<Outcome, Failure> {
     let key = SigningKey::read(&args.key)?;
     let client = args.connection.client(1)?;
     let progress: Arc<dyn Progress> = Arc::new(TransferBar::new(args.quiet));
-    let (signature, attach, mut file) = match &args.bundle {
+    let attach = args.attach.as_ref().map(ReferenceArg::read).transpose()?;
+    let (signature, attach, mut file) = match args.bundle.place()? {
         Place::Folder(dir) => {
-            let signature = client.sign_folder(dir, &key, &progress)?;
-            let beside = args.attach.is_none().then(|| beside(dir));
-            (signature, args.attach.as_ref(), args.signature.clone().or(beside))
+            let signature = client.sign_folder(&dir, &key, &progress)?;
+            let beside = attach.is_none().then(|| beside(&dir));
+            (signature, attach, args.signature.clone().or(beside))
         }
         Place::Store(reference) => {
-            let signature = client.sign_stored(reference, &key, &progress)?;
-            (signature, args.attach.as_ref().or(Some(reference)), args.signature.clone())
+            let signature = client.sign_stored(&reference, &key, &progress)?;
+            (signature, attach.or(Some(reference)), args.signature.clone())
         }
     };
-    if let Some(reference) = attach {
+    if let Some(reference) = &attach {
         client.attach(reference, &signature)?;
     }
     if let Some(path) = &mut file {
         std::fs::write(&*path, &signature).map_err(|e| Failure::Other(format!("{}: {e}", path.display()), 6))?;
     }
     if args.json {
-        let attached = attach.map(Reference::to_string);
+        let attached = attach.as_ref().map(Reference::to_string);
         output::json(&json!({ "key": key.hint(), "signature": file, "attached": attached }))?;
     } else if !args.quiet {
         let mut out = output::stdout();
         if let Some(path) = &file {
             writeln!(out, "{}", path.display())?;
         }
-        if let Some(reference) = attach {
+        if let Some(reference) = &attach {
             writeln!(out, "attached to {reference}")?;
         }
         writeln!(out, "signed by the key {}", key.hint())?;
@@ -91,7 +92,7 @@ fn beside(dir: &Path) -> PathBuf {
 pub struct SignatureArgs {
     /// Also check a signature: a file, or a reference to a copy of the bundle in a store that has it
     #[arg(long, env = "VT_SIGNATURE", value_name = "FILE|REFERENCE", requires = "key")]
-    signature: Option<Place>,
+    signature: Option<ReferenceArg>,
     /// Public key that the signature must be by: ECDSA P-256 or P-384, PEM
     #[arg(long, env = "VT_KEY", value_name = "FILE")]
     key: Option<PathBuf>,
@@ -105,9 +106,9 @@ impl SignatureArgs {
         let (Some(place), Some(key)) = (&self.signature, &self.key) else { return Ok(None) };
         let key = VerifyingKey::read(key)?;
         let client = self.connection.client(1)?;
-        let (name, signatures) = match place {
-            Place::Folder(path) => (path.display().to_string(), vec![read(path)?]),
-            Place::Store(reference) => (reference.to_string(), client.signatures(reference)?.1),
+        let (name, signatures) = match place.place()? {
+            Place::Folder(path) => (path.display().to_string(), vec![read(&path)?]),
+            Place::Store(reference) => (reference.to_string(), client.signatures(&reference)?.1),
         };
         let progress: Arc<dyn Progress> = Arc::new(TransferBar::new(quiet));
         client.verify_signature(bundle, &name, &signatures, &key, &progress)?;

@@ -4,9 +4,9 @@ use std::io::Write;
 use std::path::PathBuf;
 
 use serde_json::json;
-use vt_store::{Pushed, Reference};
+use vt_store::Pushed;
 
-use super::TransferArgs;
+use super::{ReferenceArg, TransferArgs};
 use crate::failure::{Failure, Outcome};
 use crate::output;
 
@@ -16,7 +16,7 @@ pub struct PushArgs {
     /// Folder of the bundle
     bundle: PathBuf,
     /// Where to: oci://host/name:tag, oci-layout:DIR:tag, s3://bucket/name:tag, gs://, az://, file:///folder/name:tag
-    reference: Reference,
+    reference: ReferenceArg,
     #[command(flatten)]
     transfer: TransferArgs,
 }
@@ -25,7 +25,7 @@ pub struct PushArgs {
 #[derive(clap::Args)]
 pub struct PullArgs {
     /// What: oci://host/name:tag, oci-layout:DIR:tag, s3://bucket/name:tag ..., pinned by @blake3:ID or @sha256:DIGEST
-    reference: Reference,
+    reference: ReferenceArg,
     /// Folder to make; it must not exist
     dir: PathBuf,
     #[command(flatten)]
@@ -36,28 +36,28 @@ pub struct PullArgs {
 #[derive(clap::Args)]
 pub struct CopyArgs {
     /// What
-    from: Reference,
+    from: ReferenceArg,
     /// Where to
-    to: Reference,
+    to: ReferenceArg,
     #[command(flatten)]
     transfer: TransferArgs,
 }
 
 /// Stores a bundle.
 pub fn push(args: &PushArgs) -> Result<Outcome, Failure> {
-    let pushed = args.transfer.client()?.push(&args.bundle, &args.reference, &args.transfer.progress())?;
+    let pushed = args.transfer.client()?.push(&args.bundle, &args.reference.read()?, &args.transfer.progress())?;
     print(&args.transfer, &pushed)
 }
 
 /// Copies a bundle from store to store.
 pub fn copy(args: &CopyArgs) -> Result<Outcome, Failure> {
-    let pushed = args.transfer.client()?.copy(&args.from, &args.to, &args.transfer.progress())?;
+    let pushed = args.transfer.client()?.copy(&args.from.read()?, &args.to.read()?, &args.transfer.progress())?;
     print(&args.transfer, &pushed)
 }
 
 /// Fetches a bundle into a folder.
 pub fn pull(args: &PullArgs) -> Result<Outcome, Failure> {
-    let pulled = args.transfer.client()?.pull(&args.reference, &args.dir, &args.transfer.progress())?;
+    let pulled = args.transfer.client()?.pull(&args.reference.read()?, &args.dir, &args.transfer.progress())?;
     if args.transfer.json {
         output::json(&json!(pulled))?;
     } else if !args.transfer.quiet {
