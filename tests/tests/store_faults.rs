@@ -131,7 +131,7 @@ fn lines_that_break_are_picked_up() {
     let Some(registry) = Registry::start(&root.path().join("registry"), false) else { return };
     let bundle = bundle(root.path(), 0.02);
     // This registry forgets an upload whose line broke, so that an upload needs a line that holds for as long as it takes.
-    let line = BreakingLine::to(registry.port, 60 << 20);
+    let line = BreakingLine::to(registry.port, 120 << 20);
     let mut pushes = 0;
     while line.broken() == 0 {
         assert!(pushes < 20, "the line never broke while pushing");
@@ -174,12 +174,15 @@ fn wrong_blobs_are_refused() {
         let right = std::fs::read(&file).expect("read");
         let mut lie = right.clone();
         lie[right.len() / 2] ^= 1;
-        for wrong in [&lie[..], &right[..right.len() / 2]] {
+        let sha256 = file.parent().and_then(Path::file_name).expect("a digest").to_str().expect("UTF-8").to_owned();
+        // What is cut off shows as a line that breaks at the same place again and again.
+        for (wrong, codes) in [(&lie[..], &[4][..]), (&right[..right.len() / 2], &[4, 6])] {
             std::fs::write(&file, wrong).expect("written");
-            let ran = vt_bundle(&["pull", &reference, text(&output), "--quiet"]).exits(4);
-            assert!(ran.err.contains(named) && !output.exists(), "{ran:?}");
-            let ran = run("vt-run", &load).exits(4);
-            assert!(ran.err.contains(named), "{ran:?}");
+            for ran in [vt_bundle(&["pull", &reference, text(&output), "--quiet"]), run("vt-run", &load)] {
+                assert!(ran.code.is_some_and(|code| codes.contains(&code)), "{ran:?}");
+                assert!(ran.err.contains(named) || ran.err.contains(&sha256), "{ran:?}");
+            }
+            assert!(!output.exists());
             assert!(!cache.join("bundles").join(&id).exists());
         }
         std::fs::write(&file, right).expect("written");
