@@ -1,9 +1,11 @@
 //! The local cache: bundles that were fetched from stores, ready to be mapped.
 //!
-//!     ROOT/bundles/<bundle id>/...      whole bundles, made of hard links into ...
-//!     ROOT/blobs/<BLAKE3>               ... files, each once, read-only; `.part` while they come
-//!     ROOT/info/<bundle id>.json        what it was fetched as; its time is that of the last use
-//!     ROOT/locks/                       one lock per bundle, one per blob, one for pruning
+//! ```text
+//! ROOT/bundles/<bundle id>/...      whole bundles, made of hard links into ...
+//! ROOT/blobs/<BLAKE3>               ... files, each once, read-only; `.part` while they come
+//! ROOT/info/<bundle id>.json        what it was fetched as; its time is that of the last use
+//! ROOT/locks/                       one lock per bundle, one per blob, one for pruning
+//! ```
 //!
 //! A bundle appears under `bundles/` by a rename, after every file's digest was checked. Of several processes that want
 //! the same bundle one fetches it and the others wait for it.

@@ -1,8 +1,10 @@
 //! Object stores: content-addressed blobs, and one small index per bundle name.
 //!
-//!     PREFIX/blobs/blake3/<hex>            every file of every bundle, once; the manifest's name is the bundle id
-//!     PREFIX/index/<name>.json             tag -> bundle id, changed only by conditional writes
-//!     PREFIX/signatures/<bundle id>/<sha256 of the signature>.json
+//! ```text
+//! PREFIX/blobs/blake3/<hex>            every file of every bundle, once; the manifest's name is the bundle id
+//! PREFIX/index/<name>.json             tag -> bundle id, changed only by conditional writes
+//! PREFIX/signatures/<bundle id>/<sha256 of the signature>.json
+//! ```
 //!
 //! `file://` is the same on a disk, where a lock stands for the conditional write of the index.
 
@@ -39,8 +41,8 @@ use crate::stream::{self, ByteStream};
 
 /// Bytes of one part of a large blob. A segment of 1 GiB has 128; stores allow 10,000.
 const PART: usize = 8 << 20;
-/// Parts of one blob on the way at once.
-const PARTS_AT_ONCE: usize = 3;
+/// Parts of one blob on the way at once; with the one that is being read they are the memory of a transfer.
+const PARTS_AT_ONCE: usize = 2;
 /// Attempts at an index that others change at the same time.
 const INDEX_ATTEMPTS: u32 = 20;
 /// Largest index and signature that is read.
@@ -329,7 +331,8 @@ impl Objects {
                     while parts.len() >= PARTS_AT_ONCE {
                         parts.next().await.transpose().map_err(|e| self.error(&entry.path, e))?;
                     }
-                    parts.push(upload.put_part(std::mem::take(&mut part).freeze().into()));
+                    let whole = std::mem::replace(&mut part, BytesMut::with_capacity(PART));
+                    parts.push(upload.put_part(whole.freeze().into()));
                 }
                 if ended {
                     break;

@@ -3,6 +3,8 @@
 mod layout;
 pub(crate) mod model_pack;
 mod registry;
+#[cfg(test)]
+mod tests;
 mod upload;
 
 use layout::Layout;
