@@ -31,6 +31,7 @@ const SOURCES: &[&str] = &[
     "kv_cache/write",
     // Products with matrices.
     "gemm/generic",
+    "gemm/rows",
     "gemm_hopper/floats",
     "gemm_hopper/integers",
     "gemm/small_float",

@@ -4,7 +4,7 @@
 //!
 //! Lists are separated by commas: formats by part of their name (`nvfp4,fp8`), shapes as KxN (`4096x24576`), rows as numbers.
 //! A time is that of one launch in a replayed graph of many, over copies of the matrix that do not fit the L2 together; the
-//! median of five replays. The error is that of 512 columns of 4 rows, as root of the mean square over that of the result.
+//! median of five replays. The share is that of the speed of a plain read of the same bytes, timed the same way. The error is that of 512 columns of 4 rows, as root of the mean square over that of the result.
 
 use std::error::Error;
 use std::sync::Arc;
@@ -12,7 +12,8 @@ use std::time::Instant;
 use vt_bundle::encoding::{self, ScaleType};
 use vt_bundle::layout::{PlaneKind, TiledMatrix};
 use vt_kernels::cuda::gemm::{DeviceMatrix, DevicePlane, Gemm, GemmRequest, OutType};
-use vt_kernels::cuda::{CudaContext, CudaGraph, CudaStream, DeviceMemory};
+use vt_kernels::cuda::measure::PlainRead;
+use vt_kernels::cuda::{CudaContext, CudaError, CudaGraph, CudaStream, DeviceMemory};
 use vt_kernels::{TiledWeight, Weight, reference};
 
 type Outcome<T = ()> = Result<T, Box<dyn Error>>;
@@ -70,11 +71,27 @@ struct Bench {
     context: Arc<CudaContext>,
     stream: CudaStream,
     gemm: Gemm,
+    read: PlainRead,
 }
 
 impl Bench {
     fn memory(&self, bytes: u64) -> Outcome<DeviceMemory> {
         Ok(DeviceMemory::new(&self.context, bytes, "bench")?)
+    }
+
+    /// Seconds of one of `count` recorded launches.
+    fn time(&self, count: usize, launch: impl FnMut(usize) -> Result<(), CudaError>) -> Outcome<f64> {
+        let graph = CudaGraph::record(&self.stream, || (0..count).try_for_each(launch))?;
+        let mut times = Vec::new();
+        for _ in 0..6 {
+            let start = Instant::now();
+            graph.replay(&self.stream)?;
+            self.stream.synchronize()?;
+            times.push(start.elapsed().as_secs_f64() / count as f64);
+        }
+        times.remove(0);
+        times.sort_by(f64::total_cmp);
+        Ok(times[2])
     }
 
     /// Times one format and shape for every number of rows.
@@ -100,6 +117,9 @@ impl Bench {
         let slices: Vec<&[u8]> = planes.iter().map(Vec::as_slice).collect();
         let decoded = reference::decode(&Weight::Tiled(TiledWeight::new(&matrix, &slices)?));
 
+        let read = self.time(48, |i| self.read.launch(&self.stream, &memory, i as u64 % copies * bytes, bytes))?;
+        println!("{decode:<24} {k:>5}x{n:<5} a plain read of {:.1} MB: {:.2} us", bytes as f64 * 1e-6, read * 1e6);
+
         let most = rows.iter().copied().max().unwrap_or(1);
         let x: Vec<f32> = (0..most * k).map(|_| half::bf16::from_f32(random.unit()).to_f32()).collect();
         let (x_memory, out) = (self.memory((2 * most * k) as u64)?, self.memory((2 * most * n) as u64)?);
@@ -123,21 +143,12 @@ impl Bench {
                 let matrix = &matrices[i % matrices.len()];
                 self.gemm.launch(&self.stream, matrix, &request, workspace.address())
             };
-            let count = if m >= 2048 { 12 } else { 48 };
-            let graph = CudaGraph::record(&self.stream, || (0..count).try_for_each(launch))?;
-            let mut times = Vec::new();
-            for _ in 0..6 {
-                let start = Instant::now();
-                graph.replay(&self.stream)?;
-                self.stream.synchronize()?;
-                times.push(start.elapsed().as_secs_f64() / count as f64);
-            }
-            times.remove(0);
-            times.sort_by(f64::total_cmp);
-            let (seconds, flops) = (times[2], 2.0 * (m * k) as f64 * n as f64);
+            let seconds = self.time(if m >= 2048 { 12 } else { 48 }, launch)?;
+            let flops = 2.0 * (m * k) as f64 * n as f64;
             println!(
-                "{decode:<24} {k:>5}x{n:<5} M {m:<5} {:9.2} us {:7.1} TFLOP/s {:5.2} TB/s of weights, error {:.2e}",
+                "{decode:<24} {k:>5}x{n:<5} M {m:<5} {:9.2} us, {:.3} of a read, {:7.1} TFLOP/s {:5.2} TB/s of weights, error {:.2e}",
                 seconds * 1e6,
+                read / seconds,
                 flops / seconds * 1e-12,
                 bytes as f64 / seconds * 1e-12,
                 error(&out, &x, &decoded, m, k, n)?,
@@ -173,7 +184,8 @@ fn main() -> Outcome {
     let context = CudaContext::new(0)?;
     let stream = CudaStream::new(&context)?;
     let gemm = Gemm::new(&context)?;
-    let bench = Bench { context, stream, gemm };
+    let read = PlainRead::new(&context)?;
+    let bench = Bench { context, stream, gemm, read };
     let wanted = list(0, "");
     for shape in list(1, SHAPES) {
         let (k, n) = shape.split_once('x').ok_or("shapes are KxN")?;

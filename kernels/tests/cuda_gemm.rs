@@ -185,7 +185,16 @@ fn rows_of_floats() {
     let Some(device) = device() else { return };
     let random = &mut Random(12);
     for dtype in [FloatType::F32, FloatType::F16, FloatType::Bf16] {
-        let shapes = [(1, 1, 1), (3, 17, 2), (37, 100, 5), (64, 576, 1), (19, 31, 70), (130, 48, 9), (700, 1000, 16)];
+        let shapes = [
+            (1, 1, 1),
+            (3, 17, 2),
+            (37, 100, 5),
+            (64, 576, 1),
+            (19, 31, 70),
+            (130, 48, 9),
+            (700, 1000, 16),
+            (100, 2056, 70),
+        ];
         for (i, (n, k, m)) in shapes.into_iter().enumerate() {
             let mut data = Vec::new();
             for _ in 0..n * k {

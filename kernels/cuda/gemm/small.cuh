@@ -8,6 +8,7 @@
 #pragma once
 
 #include "common/async.cuh"
+#include "common/order.cuh"
 #include "gemm/encodings.cuh"
 #include "gemm/request.cuh"
 #include "gemm/tiled.cuh"
@@ -485,14 +486,7 @@ template <class E, u32 MB, u32 NT, u32 WN, u32 WK, u32 D> struct SmallProduct {
         if (threadIdx.x < 16) {
             sums[S::SUMS / 4 + threadIdx.x] = 0;
         }
-        // Activations first: they come from L2 while the weights are still on their way.
         const u32 chunk = p.x_whole ? count : p.x_units;
-        if (p.x_whole) {
-            fetch_x(0, p.units, 0);
-        } else {
-            fetch_chunk(0, min(chunk, count));
-        }
-        copy_commit();
         step0 = w.n / 32 * S::TILE0;
         step1 = w.n / 32 * S::TILE1;
         lane_codes = 16 * lane;
@@ -517,7 +511,15 @@ template <class E, u32 MB, u32 NT, u32 WN, u32 WK, u32 D> struct SmallProduct {
             fetch(ring + d * S::STAGE);
             copy_commit();
         }
-        copy_wait<D>();
+        // The weights are nobody's result: their way began while the kernel before this one was still at work.
+        wait_for_previous();
+        if (p.x_whole) {
+            fetch_x(0, p.units, 0);
+        } else {
+            fetch_chunk(0, min(chunk, count));
+        }
+        copy_commit();
+        copy_wait<0>();
         __syncthreads();
         clear();
         u32 stage = ring, i = wk, begin = 0;
@@ -568,6 +570,10 @@ template <class E, u32 MB, u32 NT, u32 WN, u32 WK, u32 D> struct SmallProduct {
 template <class E, u32 MB, u32 NT, u32 WN, u32 WK, u32 D>
 __device__ __forceinline__ void small_product(const Tiled &w, const Request &r, const Plan &p) {
     extern __shared__ __align__(128) u8 shared[];
+    let_next_start();
+    if (r.offsets) {
+        wait_for_previous();
+    }
     const RowRange range = rows_of(r, blockIdx.z);
     // Only an expert may have more rows than a block takes at once.
     for (u32 m0 = range.first + blockIdx.y * (8 * MB); m0 < range.end; m0 += gridDim.y * (8 * MB)) {

@@ -1,5 +1,6 @@
 //! What the device itself can do, as the measure of other kernels.
 
+use super::error::{check_range, require};
 use super::module::{Function, Module, arguments};
 use super::{CudaContext, CudaError, CudaStream, DeviceMemory};
 use std::sync::Arc;
@@ -28,12 +29,14 @@ impl PlainRead {
         Ok(Self { function, sink, blocks: BLOCKS * context.attributes().multiprocessors })
     }
 
-    /// Starts reading all of `memory`, but for a rest below 16 bytes.
+    /// Starts reading `bytes` bytes of `memory` from `offset` on (both multiples of 16).
     ///
     /// # Errors
-    /// [`CudaError::Call`].
-    pub fn launch(&self, stream: &CudaStream, memory: &DeviceMemory) -> Result<(), CudaError> {
-        let (from, count, sink) = (memory.address(), memory.len() / 16, self.sink.address());
+    /// [`CudaError::OutOfRange`], or [`CudaError::Call`].
+    pub fn launch(&self, stream: &CudaStream, memory: &DeviceMemory, offset: u64, bytes: u64) -> Result<(), CudaError> {
+        check_range("read of a device", offset, bytes, memory.len())?;
+        require(offset.is_multiple_of(16), "read", || format!("an offset of {offset}"))?;
+        let (from, count, sink) = (memory.address() + offset, bytes / 16, self.sink.address());
         // SAFETY: the kernel reads inside the allocation, and writes four bytes to the sink.
         unsafe {
             self.function.launch(stream, [self.blocks, 1, 1], [THREADS, 1, 1], 0, &mut arguments![from, count, sink])

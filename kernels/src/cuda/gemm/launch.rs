@@ -2,11 +2,12 @@
 
 use super::hopper::Hopper;
 use super::matrix::Form;
-use super::params::{Raw, Request};
+use super::params::{Raw, Request, Rows, float_type};
 use super::small::SmallKernels;
 use super::{DeviceMatrix, ExpertGroups, GemmRequest, checks};
 use crate::cuda::module::{Function, Module, arguments};
 use crate::cuda::{CudaContext, CudaError, CudaStream, DeviceMemory};
+use crate::weight::FloatType;
 use std::sync::Arc;
 use vt_bundle::codec::ggml::raw::{self, RawFormat};
 
@@ -16,6 +17,10 @@ const GENERIC_M: u32 = 32;
 const GENERIC_THREADS: u32 = 256;
 /// Alignment of the parts of a workspace.
 const WORKSPACE_ALIGN: u64 = 256;
+/// Columns of a block of the kernels for rows of bf16, its threads, and the rows that the two take at once.
+const ROWS_N: u32 = 16;
+const ROWS_THREADS: u32 = 256;
+const ROWS_M: [u32; 2] = [8, 64];
 /// Extent of a grid in y, at most.
 const MAX_GRID_Y: u32 = 65_535;
 
@@ -23,6 +28,7 @@ const MAX_GRID_Y: u32 = 65_535;
 #[derive(Debug)]
 pub struct Gemm {
     small: SmallKernels,
+    rows: [Function; 2],
     generic: [Function; 3],
     hopper: Option<Hopper>,
     /// Codebooks of the raw formats, one after the other.
@@ -41,11 +47,13 @@ impl Gemm {
             generic.function(c"vt_gemm_generic_rows", 0)?,
             generic.function(c"vt_gemm_generic_raw", 0)?,
         ];
+        let rows = Module::load(context, "gemm/rows")?;
+        let rows = [rows.function(c"vt_gemm_rows_8", 0)?, rows.function(c"vt_gemm_rows_64", 0)?];
         let grids: Vec<u8> =
             raw::FORMATS.iter().flat_map(|format| format.grid()).flat_map(|entry| entry.to_le_bytes()).collect();
         let memory = DeviceMemory::new(context, grids.len() as u64, "codebooks")?;
         memory.write(0, &grids)?;
-        Ok(Self { small: SmallKernels::new(context)?, generic, hopper: Hopper::new(context)?, grids: memory })
+        Ok(Self { small: SmallKernels::new(context)?, rows, generic, hopper: Hopper::new(context)?, grids: memory })
     }
 
     /// Bytes of workspace that products of up to `max_m` rows with this matrix need. The workspace must be zero before its
@@ -135,10 +143,13 @@ impl Gemm {
         experts: Option<u32>,
         workspace: u64,
     ) -> Result<bool, CudaError> {
-        let Form::Tiled { params, reading: Some(reading), .. } = &matrix.form else { return Ok(false) };
         if !request.x.is_multiple_of(16) || !request.x_stride.is_multiple_of(8) {
             return Ok(false);
         }
+        if let Form::Rows(rows) = &matrix.form {
+            return self.rows(stream, rows, checked, experts);
+        }
+        let Form::Tiled { params, reading: Some(reading), .. } = &matrix.form else { return Ok(false) };
         let Some(chosen) = self.small.choose(reading, params, request.m, experts, request.deterministic) else {
             return Ok(false);
         };
@@ -151,6 +162,30 @@ impl Gemm {
         let before = raw::FORMATS.iter().take_while(|other| other.name != format.name);
         let entries: usize = before.map(|other| other.grid().len()).sum();
         self.grids.address() + 2 * entries as u64
+    }
+
+    /// Starts a kernel for rows of bf16 in whole pieces of 16 bytes; `false` for others. A row's result does not depend on
+    /// which of the two it is.
+    fn rows(
+        &self,
+        stream: &CudaStream,
+        rows: &Rows,
+        request: &Request,
+        experts: Option<u32>,
+    ) -> Result<bool, CudaError> {
+        if rows.dtype != float_type(FloatType::Bf16) || !rows.k.is_multiple_of(8) {
+            return Ok(false);
+        }
+        let few = request.m <= ROWS_M[0];
+        let (function, at_once) = if few { (&self.rows[0], ROWS_M[0]) } else { (&self.rows[1], ROWS_M[1]) };
+        let steps = request.m.div_ceil(at_once);
+        let grid = match experts {
+            Some(count) => [rows.n.div_ceil(ROWS_N), steps.min(4), count],
+            None => [rows.n.div_ceil(ROWS_N), steps.min(MAX_GRID_Y), 1],
+        };
+        // SAFETY: arguments are the kernel's; the request is checked against the matrix, and the caller keeps both allocated.
+        unsafe { function.launch_early(stream, grid, [ROWS_THREADS, 1, 1], 0, &mut arguments![*rows, *request]) }?;
+        Ok(true)
     }
 
     fn generic(

@@ -212,8 +212,9 @@ impl SmallKernels {
                 None => [plan.blocks, 1, 1],
             };
             // SAFETY: arguments are the kernel's; the request is checked against the matrix, the plan covers it, the workspace
-            // is as large as `workspace_bytes` says, and the caller keeps all of it allocated.
-            unsafe { function.launch(stream, grid, block, *shared_bytes, &mut arguments![*tiled, part, plan]) }?;
+            // is as large as `workspace_bytes` says, and the caller keeps all of it allocated. Before it waits for earlier
+            // work the kernel only reads weights.
+            unsafe { function.launch_early(stream, grid, block, *shared_bytes, &mut arguments![*tiled, part, plan]) }?;
         }
         Ok(())
     }
