@@ -290,3 +290,35 @@ def test_every_stream_ends_when_the_server_is_told_to_stop():
             thread.join(timeout=10)
     assert len(ends) == 8 and all(done and reason in ("abort", "length") for reason, done in ends), ends
     assert seconds < 1 + 10, seconds
+
+
+def test_deterministic_texts_do_not_depend_on_the_cache():
+    """What an answer left in the cache is, to the bit, what a prompt with the same tokens would have put there."""
+    with server("--deterministic") as (url, _):
+        client = openai.OpenAI(base_url=url + "/v1", api_key="none", max_retries=0, timeout=120)
+        model = client.models.list().data[0].id
+        ids = httpx.post(url + "/tokenize", json={"prompt": "The river was wide and slow, and"}).json()["tokens"]
+        options = dict(model=model, temperature=0, logprobs=1)
+        answer = client.completions.create(prompt=ids, max_tokens=48, **options, extra_body={"ignore_eos": True}).choices[0]
+        said = httpx.post(url + "/tokenize", json={"prompt": answer.text, "add_special_tokens": False}).json()["tokens"]
+        prompt = ids + said[:40]
+
+        def go_on(**extra):
+            reply = client.completions.create(prompt=prompt, max_tokens=12, **options, extra_body={"ignore_eos": True, **extra})
+            choice = reply.choices[0]
+            return choice.text, choice.logprobs.token_logprobs, reply.usage.prompt_tokens_details.cached_tokens
+
+        cached, fresh = go_on(), go_on(cache_salt="fresh")
+        assert cached[2] > len(ids) and fresh[2] == 0
+        assert cached[:2] == fresh[:2]
+
+        async def beside_others():
+            async with openai.AsyncOpenAI(base_url=url + "/v1", api_key="none", max_retries=0, timeout=120) as session:
+                others = [session.completions.create(model=model, prompt=[300 + i] * (20 * i + 1), max_tokens=20) for i in range(5)]
+                own = session.completions.create(
+                    prompt=prompt, max_tokens=12, **options, extra_body={"ignore_eos": True, "cache_salt": "beside"}
+                )
+                return (await asyncio.gather(own, *others))[0].choices[0]
+
+        beside = asyncio.run(beside_others())
+        assert (beside.text, beside.logprobs.token_logprobs) == fresh[:2]
