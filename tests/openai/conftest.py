@@ -62,6 +62,19 @@ def base_url():
         process.kill()
 
 
+def pytest_configure(config):
+    config.addinivalue_line("markers", "context(tokens): needs a model with a context of so many tokens")
+
+
+@pytest.fixture(autouse=True)
+def enough_context(request):
+    if marker := request.node.get_closest_marker("context"):
+        (needed,) = marker.args
+        models = httpx.get(request.getfixturevalue("base_url") + "/v1/models").json()["data"]
+        if models[0]["max_model_len"] < needed:
+            pytest.skip(f"needs a context of {needed} tokens")
+
+
 @pytest.fixture(scope="session")
 def client(base_url):
     return openai.OpenAI(base_url=base_url + "/v1", api_key="none", max_retries=0, timeout=120)

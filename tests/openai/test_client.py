@@ -215,6 +215,7 @@ def test_a_conversation_goes_on(client, model):
     assert second.usage.prompt_tokens > first.usage.prompt_tokens
 
 
+@pytest.mark.context(2048)
 def test_a_prefix_is_computed_once(client, model):
     prompt = "The prefix cache keeps blocks of sixteen tokens. " * 12
     options = dict(model=model, prompt=prompt, temperature=0, max_tokens=4)
@@ -322,6 +323,7 @@ def test_streams_never_split_a_character(client, http, model):
         piece.encode("utf-8")
 
 
+@pytest.mark.context(2048)
 def test_usage_counts_cached_tokens_in_streams_and_messages(client, model):
     prompt = "Sixteen tokens and then some more of the same kind, so that there is a block to keep. " * 8
     options = dict(model=model, prompt=prompt, temperature=0, max_tokens=2)

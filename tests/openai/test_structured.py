@@ -31,6 +31,7 @@ def claude(base_url):
     return anthropic.Anthropic(base_url=base_url, api_key="none", max_retries=0, timeout=120)
 
 
+@pytest.mark.context(2048)
 def test_a_forced_call_has_valid_arguments(client, model):
     for choice in ("required", {"type": "function", "function": {"name": "weather"}}):
         reply = client.chat.completions.create(
@@ -43,6 +44,7 @@ def test_a_forced_call_has_valid_arguments(client, model):
         assert reply.choices[0].finish_reason == "tool_calls"
 
 
+@pytest.mark.context(2048)
 def test_a_call_comes_through_a_stream(client, model):
     chunks = list(
         client.chat.completions.create(
@@ -106,6 +108,7 @@ def test_responses_whole_and_in_pieces(client, model):
     assert text == whole.output_text
 
 
+@pytest.mark.context(2048)
 def test_responses_carry_forced_calls(client, model):
     tools = [{"type": "function", "name": "weather", "parameters": PARAMETERS, "strict": True}]
     reply = client.responses.create(
@@ -128,6 +131,7 @@ def test_messages_whole_and_in_pieces(claude, model):
     assert final.stop_reason == whole.stop_reason
 
 
+@pytest.mark.context(2048)
 def test_messages_carry_forced_calls(claude, model):
     tools = [{"name": "weather", "description": "Weather", "input_schema": PARAMETERS}]
     reply = claude.messages.create(
@@ -190,6 +194,7 @@ def test_schemas_hold_in_responses_and_streams(client, model):
     assert json.loads(text)["kind"] in ("a", "b")
 
 
+@pytest.mark.context(2048)
 def test_several_calls_at_once(client, model):
     reply = client.chat.completions.create(
         model=model, messages=QUESTION, tools=TOOLS, tool_choice="required", temperature=0, max_tokens=120
@@ -198,6 +203,7 @@ def test_several_calls_at_once(client, model):
     assert calls and len({call.id for call in calls}) == len(calls)
 
 
+@pytest.mark.context(2048)
 def test_messages_take_what_claude_clients_send(claude, model):
     history = [
         {"role": "user", "content": [{"type": "text", "text": "Oslo?"}]},
