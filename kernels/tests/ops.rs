@@ -12,7 +12,7 @@ use vt_kernels::kv_cache::{BLOCK_LEN, KvCache, KvScales, KvShape, KvType, Sequen
 use vt_kernels::norm::{rms_norm, rms_norm_heads};
 use vt_kernels::rope::{RopeScaling, Rotation, inverse_frequencies};
 use vt_kernels::softmax::{argmax, log_softmax, softmax};
-use vt_kernels::{Context, Isa, reference};
+use vt_kernels::{Context, reference};
 
 fn wide(values: &[f32]) -> Vec<f64> {
     values.iter().map(|v| f64::from(*v)).collect()
