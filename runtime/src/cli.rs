@@ -369,7 +369,7 @@ pub struct ServerArgs {
     /// Jinja file that replaces the model's chat template.
     #[arg(long, value_name = "FILE", env = "VT_CHAT_TEMPLATE")]
     pub chat_template: Option<PathBuf>,
-    /// Tell what the model thinks from what it answers: by <think> where its template speaks of it, or not at all.
+    /// Tell what the model thinks from what it answers: by its tags where its template speaks of them, or not at all.
     #[arg(long, value_enum, value_name = "PARSER", env = "VT_REASONING_PARSER", default_value = "auto")]
     pub reasoning_parser: ReasoningParserArg,
     /// Requests that may wait; further ones are refused with 429.
