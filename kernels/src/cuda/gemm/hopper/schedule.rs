@@ -192,18 +192,15 @@ mod tests {
         for n in [64, 320, 4096, 24576] {
             for k in [64, 512, 4096] {
                 for m in [1, 64, 130, 512, 8192] {
-                    for shape in 0..SHAPES.len() {
+                    for (shape, tile) in SHAPES.iter().enumerate() {
                         for cut in [Cut::Whole, Cut::Line, Cut::Even] {
                             let plan = Plan::new(shape, cut, n, k, m, SMS);
                             let s = plan.schedule;
-                            assert!(plan.workers > 0 && plan.workers * SHAPES[shape].cluster <= SMS, "{plan:?}");
+                            assert!(plan.workers > 0 && plan.workers * tile.cluster <= SMS, "{plan:?}");
                             assert!(s.split_tiles <= s.tiles_n * s.tiles_m, "{plan:?}");
                             // A block without a step would be waited for in vain.
                             assert!(s.split_tiles == 0 || s.split_tiles * s.steps >= plan.workers, "{plan:?}");
-                            assert!(
-                                s.tiles_n * SHAPES[shape].rows() * SHAPES[shape].cluster >= n
-                                    && s.tiles_m * SHAPES[shape].tokens >= m
-                            );
+                            assert!(s.tiles_n * tile.rows() * tile.cluster >= n && s.tiles_m * tile.tokens >= m);
                         }
                     }
                 }
