@@ -9,6 +9,7 @@
 // Keys and values go from memory straight into the registers that mma.sync wants.
 
 #include "attention/decode.cuh"
+#include "common/order.cuh"
 
 namespace {
 
@@ -102,6 +103,8 @@ __device__ __forceinline__ void decode(const Decode& p) {
     constexpr bool kAhead = D * Columns <= 128;
 
     if (threadIdx.x < 2) finished[threadIdx.x].any = false;
+    let_next_start();
+    wait_for_previous();
     vt::count_chunks<kThreads>(p, prefix);
     const uint32_t units = prefix[p.sequences] * p.kv_heads;
     // The same in all lanes, which the compiler cannot see otherwise.

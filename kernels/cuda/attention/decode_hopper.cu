@@ -7,6 +7,7 @@
 
 #include "attention/decode.cuh"
 #include "attention/hopper.cuh"
+#include "common/order.cuh"
 
 // Other architectures have decode.cu.
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -197,6 +198,8 @@ __device__ __forceinline__ void decode(const Decode& p, const CUtensorMap& map) 
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         vt::publish_shared();
     }
+    let_next_start();
+    wait_for_previous();
     // Ends with a barrier of the block.
     vt::count_chunks<kThreads>(p, prefix);
     const uint32_t units = prefix[p.sequences] * p.kv_heads;

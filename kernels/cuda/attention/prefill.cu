@@ -8,6 +8,7 @@
 
 #include "attention/prefill.cuh"
 #include "attention/primitives.cuh"
+#include "common/order.cuh"
 #include "kv_cache/layout.cuh"
 
 namespace {
@@ -114,6 +115,8 @@ __device__ __forceinline__ void prefill(const Prefill& p) {
     const uint32_t head = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const uint32_t g = lane / 4, t = lane % 4;
 
+    let_next_start();
+    wait_for_previous();
     Run run;
     if (!find_run(p, S::kRows / p.group, blockIdx.y, run)) return;
     const uint32_t rows = run.tokens * p.group;

@@ -9,6 +9,7 @@
 #include "attention/hopper.cuh"
 #include "attention/prefill.cuh"
 #include "attention/primitives.cuh"
+#include "common/order.cuh"
 #include "kv_cache/layout.cuh"
 
 // Other architectures have prefill.cu.
@@ -280,6 +281,8 @@ __device__ __forceinline__ void prefill(const Prefill& p, const CUtensorMap& map
     const uint32_t shared = (vt::shared_address(dynamic) + 1023) / 1024 * 1024;
     const Barriers barriers{shared + Shared<D>::kBarriers};
     const uint32_t head = blockIdx.x;
+    let_next_start();
+    wait_for_previous();
     Run run;
     if (!vt::find_run(p, kRows / p.group, blockIdx.y, run)) return;
     const uint32_t end = run.position + run.tokens;

@@ -1,5 +1,6 @@
 // Writes the keys and values of a step's tokens into the paged cache.
 
+#include "common/order.cuh"
 #include "kv_cache/layout.cuh"
 
 namespace {
@@ -55,10 +56,14 @@ __device__ __forceinline__ void write(const Write& p) {
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(256) vt_kv_write_bf16(const __grid_constant__ Write p) {
+    let_next_start();
+    wait_for_previous();
     write<__nv_bfloat16>(p);
 }
 
 extern "C" __global__ void __launch_bounds__(256) vt_kv_write_e4m3(const __grid_constant__ Write p) {
+    let_next_start();
+    wait_for_previous();
     write<__nv_fp8_e4m3>(p);
 }
 
@@ -70,6 +75,8 @@ struct BlockCopy {
 
 // Copies a block of every layer: grid (parts of a block, layers).
 extern "C" __global__ void __launch_bounds__(256) vt_kv_copy_block(const __grid_constant__ BlockCopy p) {
+    let_next_start();
+    wait_for_previous();
     uint8_t* layer = static_cast<uint8_t*>(p.cache) + blockIdx.y * p.layer_bytes;
     const uint64_t at = (static_cast<uint64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * 16;
     if (at >= p.block_bytes) return;

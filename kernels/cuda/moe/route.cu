@@ -3,6 +3,8 @@
 // A pair is a token and one of its experts: pair t * top_k + j. Rows of the experts' products are pairs sorted by expert,
 // and within an expert by token, so that nothing here depends on how threads happen to run.
 
+#include "common/order.cuh"
+
 #include <cuda_bf16.h>
 
 #include <cstdint>
@@ -109,6 +111,8 @@ __device__ __forceinline__ void choose(const Route& p, uint32_t token, uint32_t 
 
 // One warp a token.
 extern "C" __global__ void __launch_bounds__(128) vt_moe_route(const __grid_constant__ Route p) {
+    let_next_start();
+    wait_for_previous();
     const uint32_t token = blockIdx.x * (blockDim.x / kWarp) + threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
     if (token >= p.tokens) return;
     uint32_t expert = 0;
@@ -135,6 +139,8 @@ struct Sort {
 extern "C" __global__ void __launch_bounds__(1024) vt_moe_sort(const __grid_constant__ Sort p) {
     constexpr uint32_t kThreads = 1024, kWarps = kThreads / kWarp;
     __shared__ uint32_t counts[2][kWarps];
+    let_next_start();
+    wait_for_previous();
     const uint32_t expert = blockIdx.x, warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
     // Four pairs at a time; pairs beyond the end belong to no expert.
     const auto load = [&](uint32_t first) {
@@ -202,6 +208,8 @@ extern "C" __global__ void __launch_bounds__(1024) vt_moe_route_few(const __grid
     const uint32_t warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
     if (threadIdx.x < kMostExperts) takers[threadIdx.x] = 0;
     __syncthreads();
+    let_next_start();
+    wait_for_previous();
     const uint32_t top_k = p.route.top_k;
     uint32_t experts[2] = {0, 0};
 #pragma unroll
@@ -254,6 +262,8 @@ struct Gather {
 
 // Row r of `out` is the token of the r-th pair: grid (pairs, parts of a row).
 extern "C" __global__ void __launch_bounds__(128) vt_moe_gather(const __grid_constant__ Gather p) {
+    let_next_start();
+    wait_for_previous();
     const uint32_t column = (blockIdx.y * blockDim.x + threadIdx.x) * 8;
     if (column >= p.width) return;
     const uint64_t token = p.pairs[blockIdx.x] / p.top_k;
@@ -285,6 +295,8 @@ __device__ __forceinline__ float4 load_four(const __nv_bfloat16* from) {
 // Each token's experts in order of their indices: grid (tokens, parts of a row).
 template <typename T>
 __device__ __forceinline__ void combine(const Combine& p) {
+    let_next_start();
+    wait_for_previous();
     const uint32_t column = (blockIdx.y * blockDim.x + threadIdx.x) * 4;
     if (column >= p.width) return;
     const uint64_t token = blockIdx.x;

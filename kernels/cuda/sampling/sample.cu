@@ -2,6 +2,7 @@
 // log-probabilities first, then the grammar's mask, the bias and the penalties, then temperature, min-p, top-k, top-p and the
 // draw. Logits are f32 [R, V]; the few that bias and penalties change are put back afterwards.
 
+#include "common/order.cuh"
 #include "sampling/select.cuh"
 
 namespace {
@@ -232,6 +233,8 @@ __device__ __forceinline__ uint64_t best_of_slices(const Sample& p, uint32_t row
 // Log-probabilities of the rows that want them, then bias and penalties in place: one thread block a row.
 extern "C" __global__ void __launch_bounds__(kThreads) vt_sample_prepare(const __grid_constant__ Sample p) {
     __shared__ Shared s;
+    let_next_start();
+    wait_for_previous();
     const Row& row = p.rows[blockIdx.x];
     float* logits = p.logits + static_cast<uint64_t>(blockIdx.x) * p.stride;
     Result& result = p.results[blockIdx.x];
@@ -265,6 +268,8 @@ extern "C" __global__ void __launch_bounds__(kThreads) vt_sample_prepare(const _
 // The best token of each slice of each row: grid (slices, rows).
 extern "C" __global__ void __launch_bounds__(kThreads) vt_sample_best(const __grid_constant__ Sample p) {
     __shared__ Shared s;
+    let_next_start();
+    wait_for_previous();
     const float* logits = p.logits + static_cast<uint64_t>(blockIdx.y) * p.stride;
     const View view{logits, p.rows[blockIdx.y].mask, p.size, 0.0f, 1.0, 1.0f, 0.0};
     const uint2 slice = slice_of(p, blockIdx.x);
@@ -275,6 +280,8 @@ extern "C" __global__ void __launch_bounds__(kThreads) vt_sample_best(const __gr
 // The buckets of the rows that draw from the likely tokens, the runs of those that draw from all: grid (slices, rows).
 extern "C" __global__ void __launch_bounds__(kThreads) vt_sample_buckets(const __grid_constant__ Sample p) {
     __shared__ Shared s;
+    let_next_start();
+    wait_for_previous();
     const Row& row = p.rows[blockIdx.y];
     if (!(row.temperature > 0.0f)) return;
     const uint64_t best = best_of_slices(p, blockIdx.y);
@@ -288,6 +295,8 @@ extern "C" __global__ void __launch_bounds__(kThreads) vt_sample_buckets(const _
 // Chooses, and puts back the logits that bias and penalties changed: one thread block a row.
 extern "C" __global__ void __launch_bounds__(kThreads) vt_sample_choose(const __grid_constant__ Sample p) {
     __shared__ Shared s;
+    let_next_start();
+    wait_for_previous();
     const Row& row = p.rows[blockIdx.x];
     float* logits = p.logits + static_cast<uint64_t>(blockIdx.x) * p.stride;
     Result& result = p.results[blockIdx.x];

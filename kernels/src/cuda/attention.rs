@@ -318,7 +318,9 @@ impl Attention {
         let shared = self.decode_shared + 4 * (sequences as u32 + 1);
         // SAFETY: `Decode` is the kernel's parameter; what its addresses name is as large as the batch and the workspace
         // say, and the caller keeps it.
-        unsafe { self.decode.launch(stream, [blocks, 1, 1], [THREADS, 1, 1], shared, &mut arguments![parameters]) }
+        unsafe {
+            self.decode.launch_early(stream, [blocks, 1, 1], [THREADS, 1, 1], shared, &mut arguments![parameters])
+        }
     }
 
     /// Attention of runs of tokens, `tokens` in all (more is allowed, and costs empty thread blocks).
@@ -372,7 +374,9 @@ impl Attention {
         }
         let grid = [self.kv_heads, tiles, 1];
         // SAFETY: as in `decode`.
-        unsafe { self.prefill.launch(stream, grid, [THREADS, 1, 1], self.prefill_shared, &mut arguments![parameters]) }
+        unsafe {
+            self.prefill.launch_early(stream, grid, [THREADS, 1, 1], self.prefill_shared, &mut arguments![parameters])
+        }
     }
 
     /// The kernels of sm_90a, which know one cache.

@@ -216,7 +216,7 @@ impl KvWriter {
         };
         // SAFETY: `Write` is the kernel's parameter; it writes one slot of the layer a row, reads `stride` elements of each at
         // most, and the caller keeps what the addresses name.
-        unsafe { function.launch(stream, [blocks, 1, 1], [THREADS, 1, 1], 0, &mut arguments![parameters]) }
+        unsafe { function.launch_early(stream, [blocks, 1, 1], [THREADS, 1, 1], 0, &mut arguments![parameters]) }
     }
 
     /// Copies a block of every layer to another: a shared prefix that one sequence is about to extend.
@@ -241,6 +241,6 @@ impl KvWriter {
         };
         let grid = [cache.block_bytes.div_ceil(u64::from(THREADS) * 16) as u32, layers as u32, 1];
         // SAFETY: `BlockCopy` is the kernel's parameter, and both blocks lie in the cache.
-        unsafe { self.copy.launch(stream, grid, [THREADS, 1, 1], 0, &mut arguments![parameters]) }
+        unsafe { self.copy.launch_early(stream, grid, [THREADS, 1, 1], 0, &mut arguments![parameters]) }
     }
 }

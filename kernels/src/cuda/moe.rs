@@ -212,14 +212,14 @@ impl MoeKernels {
             // SAFETY: `RouteAndSort` is the kernel's parameter; the addresses name what `RoutingTables` and `logits` say,
             // which the caller keeps.
             return unsafe {
-                self.route_few.launch(stream, grid, [SORT_THREADS, 1, 1], 0, &mut arguments![parameters])
+                self.route_few.launch_early(stream, grid, [SORT_THREADS, 1, 1], 0, &mut arguments![parameters])
             };
         }
         let blocks = (tokens as u32).div_ceil(THREADS / 32);
         // SAFETY: `Route` and `Sort` are the kernels' parameters; as above.
         unsafe {
-            self.route.launch(stream, [blocks, 1, 1], [THREADS, 1, 1], 0, &mut arguments![route])?;
-            self.sort.launch(stream, [experts as u32, 1, 1], [SORT_THREADS, 1, 1], 0, &mut arguments![sort])
+            self.route.launch_early(stream, [blocks, 1, 1], [THREADS, 1, 1], 0, &mut arguments![route])?;
+            self.sort.launch_early(stream, [experts as u32, 1, 1], [SORT_THREADS, 1, 1], 0, &mut arguments![sort])
         }
     }
 
@@ -253,7 +253,7 @@ impl MoeKernels {
         };
         let grid = [count, (width as u32).div_ceil(THREADS * 8), 1];
         // SAFETY: `Gather` is the kernel's parameter; as in `route`.
-        unsafe { self.gather.launch(stream, grid, [THREADS, 1, 1], 0, &mut arguments![parameters]) }
+        unsafe { self.gather.launch_early(stream, grid, [THREADS, 1, 1], 0, &mut arguments![parameters]) }
     }
 
     /// `out` f32 `[T, width]`: the weighted sum of each token's rows of `y`, in order of the experts' indices; added to what
@@ -295,7 +295,7 @@ impl MoeKernels {
         };
         let grid = [routing.tokens as u32, (width as u32).div_ceil(THREADS * 4), 1];
         // SAFETY: `Combine` is the kernel's parameter; as in `route`.
-        unsafe { function.launch(stream, grid, [THREADS, 1, 1], 0, &mut arguments![parameters]) }
+        unsafe { function.launch_early(stream, grid, [THREADS, 1, 1], 0, &mut arguments![parameters]) }
     }
 }
 

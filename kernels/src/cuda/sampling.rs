@@ -265,10 +265,10 @@ impl Sampling {
         // SAFETY: `Sample` is the parameter of all four; what the addresses name is as large as the request says, and the
         // caller keeps it.
         unsafe {
-            self.prepare.launch(stream, [rows, 1, 1], block, 0, &mut arguments![parameters])?;
-            self.best.launch(stream, [slices, rows, 1], block, 0, &mut arguments![parameters])?;
-            self.buckets.launch(stream, [slices, rows, 1], block, 0, &mut arguments![parameters])?;
-            self.choose.launch(stream, [rows, 1, 1], block, 0, &mut arguments![parameters])
+            self.prepare.launch_early(stream, [rows, 1, 1], block, 0, &mut arguments![parameters])?;
+            self.best.launch_early(stream, [slices, rows, 1], block, 0, &mut arguments![parameters])?;
+            self.buckets.launch_early(stream, [slices, rows, 1], block, 0, &mut arguments![parameters])?;
+            self.choose.launch_early(stream, [rows, 1, 1], block, 0, &mut arguments![parameters])
         }
     }
 }

@@ -105,7 +105,7 @@ impl Hopper {
         // workspace say, and the caller keeps it.
         Some(unsafe {
             let arguments = &mut arguments![parameters, map];
-            kernel.function.launch(stream, [blocks, 1, 1], [DECODE_THREADS, 1, 1], shared, arguments)
+            kernel.function.launch_early(stream, [blocks, 1, 1], [DECODE_THREADS, 1, 1], shared, arguments)
         })
     }
 
@@ -124,7 +124,13 @@ impl Hopper {
         // SAFETY: `Prefill` and the map are the kernel's parameters; as in `decode`.
         Some(unsafe {
             let arguments = &mut arguments![parameters, map];
-            kernel.function.launch(stream, [kv_heads, tiles, 1], [PREFILL_THREADS, 1, 1], kernel.shared, arguments)
+            kernel.function.launch_early(
+                stream,
+                [kv_heads, tiles, 1],
+                [PREFILL_THREADS, 1, 1],
+                kernel.shared,
+                arguments,
+            )
         })
     }
 }
