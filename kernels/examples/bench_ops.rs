@@ -166,7 +166,6 @@ fn decode(bench: &Bench, dtype: CudaKvType) -> Outcome {
             let workspace = DecodeWorkspace::new(batch, context, HEADS, filled.cache.shape())
                 .ok_or("the workspace's size overflows")?;
             let room = bench.room(workspace.bytes())?;
-            attention.clear(&bench.stream, &workspace, room.address())?;
             let x = bench.halves(batch * HEADS * DIM)?;
             let out = bench.room((batch * HEADS * DIM * 2) as u64)?;
             let (starts, lengths) = (bench.words(0..batch as u32)?, bench.words(vec![context as u32; batch])?);

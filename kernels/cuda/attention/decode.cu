@@ -3,8 +3,8 @@
 // A sequence's positions are cut into chunks whose length depends on that sequence alone, so that its result does not
 // depend on its neighbours. A unit of work is one chunk of one key/value head, computed by four warps for all query heads
 // of the group; a fixed grid takes units in turn. Warps take blocks of 16 positions in turn, load the next block (of the
-// next unit, where this one ends) while they compute, and their sums are merged in order by one of them. The last thread
-// block to finish a head of a sequence merges its chunks, in order too.
+// next unit, where this one ends) while they compute, and their sums are merged in order by one of them. A second kernel
+// merges the chunks of sequences that have several, in order too; after decode_hopper.cu also.
 //
 // Keys and values go from memory straight into the registers that mma.sync wants.
 
@@ -14,7 +14,6 @@
 namespace {
 
 using vt::Decode;
-using vt::Finished;
 using vt::kBlockLen;
 using vt::kWarps;
 using vt::Unit;
@@ -98,11 +97,9 @@ __device__ __forceinline__ void decode(const Decode& p) {
     // Two, so that one warp merges a unit while the others compute the next.
     vt::Merge<D, Columns>* merges = reinterpret_cast<vt::Merge<D, Columns>*>(shared);
     uint32_t* prefix = reinterpret_cast<uint32_t*>(shared + 2 * sizeof(vt::Merge<D, Columns>));
-    __shared__ Finished finished[2];
     // The registers of a head of 256 elements do not hold the next block too.
     constexpr bool kAhead = D * Columns <= 128;
 
-    if (threadIdx.x < 2) finished[threadIdx.x].any = false;
     let_next_start();
     wait_for_previous();
     vt::count_chunks<kThreads>(p, prefix);
@@ -156,18 +153,10 @@ __device__ __forceinline__ void decode(const Decode& p) {
         }
 
         vt::Merge<D, Columns>& merge = merges[turn % 2];
-        vt::store(sums, merge, warp, lane);
+        vt::store(p, sums, merge, warp, lane);
         __syncthreads();
-        // What was finished a unit ago: its warp has passed the barrier since.
-        if (finished[(turn + 1) % 2].any) vt::merge_chunks(p, finished[(turn + 1) % 2].unit, warp, kWarps, lane);
-        if (warp == turn % kWarps) {
-            vt::merge_warps(p, unit, merge, lane);
-            const bool last = unit.chunks > 1 && vt::finish_chunk(p, unit, lane);
-            if (lane == 0) finished[turn % 2] = {unit, last};
-        }
+        if (warp == turn % kWarps) vt::merge_warps(p, unit, merge, lane);
     }
-    __syncthreads();
-    if (finished[(turn + 1) % 2].any) vt::merge_chunks(p, finished[(turn + 1) % 2].unit, warp, kWarps, lane);
 }
 
 }  // namespace
@@ -190,3 +179,45 @@ VT_DECODE(__nv_fp8_e4m3, e4m3, 128, 1, 3)
 VT_DECODE(__nv_fp8_e4m3, e4m3, 128, 2, 2)
 VT_DECODE(__nv_fp8_e4m3, e4m3, 256, 1, 2)
 VT_DECODE(__nv_fp8_e4m3, e4m3, 256, 2, 1)
+
+// Merges the chunks of sequences that have several, in order: one warp a query head of a sequence.
+extern "C" __global__ void __launch_bounds__(kThreads) vt_decode_merge(const __grid_constant__ Decode p) {
+    let_next_start();
+    wait_for_previous();
+    const uint32_t heads = p.kv_heads * p.group, lane = threadIdx.x % 32;
+    const uint32_t index = blockIdx.x * kWarps + threadIdx.x / 32, sequence = index / heads, head = index % heads;
+    if (sequence >= p.sequences) return;
+    const uint32_t first_chunk = p.firsts[sequence], chunks = p.firsts[sequence + 1] - first_chunk;
+    if (chunks < 2) return;
+    const uint64_t first = static_cast<uint64_t>(first_chunk) * heads + head;
+    float most = -INFINITY;
+    for (uint32_t c = lane; c < chunks; c += 32) most = fmaxf(most, p.stats[first + c * heads].x);
+#pragma unroll
+    for (uint32_t step = 16; step > 0; step /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
+    // A lane holds 4 elements of each 128.
+    float4 sums[2] = {};
+    float weight = 0.0f;
+    for (uint32_t base = 0; base < chunks; base += 32) {
+        float2 own = make_float2(-INFINITY, 0.0f);
+        if (base + lane < chunks) own = p.stats[first + (base + lane) * heads];
+        const float factor = vt::relative(p, own.x, most), part = own.y * factor;
+        const uint32_t count = min(32u, chunks - base);
+        const float* from = p.partial + (first + static_cast<uint64_t>(base) * heads) * p.dim + lane * 4;
+#pragma unroll 8
+        for (uint32_t c = 0; c < count; ++c) {
+            const float f = __shfl_sync(~0u, factor, c);
+            weight += __shfl_sync(~0u, part, c);
+#pragma unroll
+            for (uint32_t i = 0; i < 2; ++i) {
+                if (128 * i + lane * 4 >= p.dim) continue;
+                const float4 v = *reinterpret_cast<const float4*>(from + static_cast<uint64_t>(c) * heads * p.dim + 128 * i);
+                sums[i].x += v.x * f, sums[i].y += v.y * f, sums[i].z += v.z * f, sums[i].w += v.w * f;
+            }
+        }
+    }
+#pragma unroll
+    for (uint32_t i = 0; i < 2; ++i) {
+        const uint32_t d = 128 * i + lane * 4;
+        if (d < p.dim) vt::write_out(p, sequence, head, d, sums[i], weight);
+    }
+}

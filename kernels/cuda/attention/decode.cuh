@@ -1,5 +1,5 @@
 // What both decode kernels share: how sequences are cut into units of work, the arithmetic of a block of positions, and the
-// merging of sums, which happen in the same order whoever does them.
+// merging of a chunk's sums, which happen in the same order in both.
 //
 // The products are S^T = K Q^T and O^T = V^T P^T: the 16-row operands of mma.sync are keys and values, and its 8 columns
 // are query heads. The order of elements along a summed dimension is free, so that each lane takes 8 contiguous elements.
@@ -29,8 +29,8 @@ struct Decode {
     const uint32_t* rows;
     const uint32_t* lengths;
     const uint32_t* block_tables;
-    // Per sequence and key/value head, chunks that are done; zero between launches.
-    uint32_t* counters;
+    // [B + 1], for the kernel that merges chunks: the first chunk of each sequence, among all.
+    uint32_t* firsts;
     // Per chunk and query head, [D] sums; the largest score and the sum of weights.
     float* partial;
     float2* stats;
@@ -84,7 +84,9 @@ __device__ __forceinline__ void count_chunks(const Decode& p, uint32_t* prefix) 
     for (uint32_t i = first; i < min(first + each, p.sequences); ++i) {
         sum += chunks_of(p.lengths[i], p.window).count;
         prefix[i + 1] = sum;
+        if (blockIdx.x == 0) p.firsts[i + 1] = sum;
     }
+    if (blockIdx.x == 0 && threadIdx.x == 0) p.firsts[0] = 0;
     __syncthreads();
 }
 
@@ -249,13 +251,15 @@ __device__ __forceinline__ void multiply_values(const Values& v, const uint32_t 
 template <uint32_t D, uint32_t Columns>
 struct Merge {
     static constexpr uint32_t kHeads = 8 * Columns;
-    float values[kWarps][kHeads][D];
+    // Four floats more than the elements, so that the heads of neighbouring lanes lie in different banks.
+    float values[kWarps][kHeads][D + 4];
     float most[kWarps][kHeads];
     float weight[kWarps][kHeads];
 };
 
 template <uint32_t D, uint32_t Columns>
-__device__ __forceinline__ void store(Sums<D, Columns>& sums, Merge<D, Columns>& merge, uint32_t warp, uint32_t lane) {
+__device__ __forceinline__ void store(const Decode& p, const Sums<D, Columns>& sums, Merge<D, Columns>& merge, uint32_t warp,
+                                      uint32_t lane) {
     const uint32_t g = lane / 4, t = lane % 4;
 #pragma unroll
     for (uint32_t c = 0; c < Columns; ++c) {
@@ -266,6 +270,7 @@ __device__ __forceinline__ void store(Sums<D, Columns>& sums, Merge<D, Columns>&
             weight += __shfl_xor_sync(~0u, weight, 4);
             weight += __shfl_xor_sync(~0u, weight, 8);
             weight += __shfl_xor_sync(~0u, weight, 16);
+            if (head >= p.group) continue;
             if (g == 0) merge.most[warp][head] = sums.most[c][i], merge.weight[warp][head] = weight;
 #pragma unroll
             for (uint32_t j = 0; j < D / 64; ++j) {
@@ -283,9 +288,9 @@ __device__ __forceinline__ float relative(const Decode& p, float own, float most
     return own == -INFINITY ? 0.0f : exp2_fast((own - most) * p.scores.log2_scale);
 }
 
-__device__ __forceinline__ void write_out(const Decode& p, const Unit& u, uint32_t head, uint32_t d, float4 sum, float weight) {
+__device__ __forceinline__ void write_out(const Decode& p, uint32_t sequence, uint32_t head, uint32_t d, float4 sum, float weight) {
     const float factor = p.value_scale / weight;
-    __nv_bfloat16* to = p.out + static_cast<uint64_t>(p.rows[u.sequence]) * p.out_stride + head * p.dim + d;
+    __nv_bfloat16* to = p.out + static_cast<uint64_t>(p.rows[sequence]) * p.out_stride + head * p.dim + d;
     *reinterpret_cast<uint2*>(to) =
         make_uint2(pack(sum.x * factor, sum.y * factor), pack(sum.z * factor, sum.w * factor));
 }
@@ -312,72 +317,11 @@ __device__ __forceinline__ void merge_warps(const Decode& p, const Unit& u, cons
                 const float4 v = *reinterpret_cast<const float4*>(&merge.values[w][h][d]);
                 sum.x += v.x * factor[w], sum.y += v.y * factor[w], sum.z += v.z * factor[w], sum.w += v.w * factor[w];
             }
-            if (u.chunks == 1) write_out(p, u, head, d, sum, weight);
+            if (u.chunks == 1) write_out(p, u.sequence, head, d, sum, weight);
             else __stcg(reinterpret_cast<float4*>(p.partial + record * p.dim + d), sum);
         }
         if (u.chunks > 1 && lane == 0) __stcg(p.stats + record, make_float2(most, weight));
     }
 }
-
-// Merges the chunks of a head of a sequence, in order; a warp takes every `warps`-th query head.
-__device__ __forceinline__ void merge_chunks(const Decode& p, const Unit& u, uint32_t warp, uint32_t warps, uint32_t lane) {
-    const uint32_t heads = p.kv_heads * p.group;
-    for (uint32_t h = warp; h < p.group; h += warps) {
-        const uint32_t head = u.head * p.group + h;
-        const uint64_t first = static_cast<uint64_t>(u.first_chunk) * heads + head;
-        float most = -INFINITY;
-        for (uint32_t c = lane; c < u.chunks; c += 32) most = fmaxf(most, __ldcg(p.stats + first + c * heads).x);
-#pragma unroll
-        for (uint32_t step = 16; step > 0; step /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
-        // A lane holds 4 elements of each 128.
-        float4 sums[2] = {};
-        float weight = 0.0f;
-        for (uint32_t base = 0; base < u.chunks; base += 32) {
-            float2 own = make_float2(-INFINITY, 0.0f);
-            if (base + lane < u.chunks) own = __ldcg(p.stats + first + (base + lane) * heads);
-            const float factor = relative(p, own.x, most), part = own.y * factor;
-            const uint32_t count = min(32u, u.chunks - base);
-            const float* from = p.partial + (first + static_cast<uint64_t>(base) * heads) * p.dim + lane * 4;
-#pragma unroll 8
-            for (uint32_t c = 0; c < count; ++c) {
-                const float f = __shfl_sync(~0u, factor, c);
-                weight += __shfl_sync(~0u, part, c);
-#pragma unroll
-                for (uint32_t i = 0; i < 2; ++i) {
-                    if (128 * i + lane * 4 >= p.dim) continue;
-                    const float4 v =
-                        __ldcg(reinterpret_cast<const float4*>(from + static_cast<uint64_t>(c) * heads * p.dim + 128 * i));
-                    sums[i].x += v.x * f, sums[i].y += v.y * f, sums[i].z += v.z * f, sums[i].w += v.w * f;
-                }
-            }
-        }
-#pragma unroll
-        for (uint32_t i = 0; i < 2; ++i) {
-            const uint32_t d = 128 * i + lane * 4;
-            if (d < p.dim) write_out(p, u, head, d, sums[i], weight);
-        }
-    }
-}
-
-// Called by a whole warp that has written a chunk: whether it was the last of its sequence and head, so that all can be
-// merged.
-__device__ __forceinline__ bool finish_chunk(const Decode& p, const Unit& u, uint32_t lane) {
-    uint32_t before = 0;
-    // What the warp wrote comes before the count, and what others wrote before theirs comes before what is read after it.
-    asm volatile("fence.acq_rel.gpu;" ::: "memory");
-    __syncwarp();
-    if (lane == 0) before = atomicAdd(p.counters + u.sequence * p.kv_heads + u.head, 1);
-    before = __shfl_sync(~0u, before, 0);
-    const bool last = before == u.chunks - 1;
-    if (last && lane == 0) p.counters[u.sequence * p.kv_heads + u.head] = 0;
-    asm volatile("fence.acq_rel.gpu;" ::: "memory");
-    return last;
-}
-
-// A finished head of a sequence, for all warps to merge.
-struct Finished {
-    Unit unit;
-    bool any;
-};
 
 }  // namespace vt

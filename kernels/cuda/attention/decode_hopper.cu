@@ -2,8 +2,7 @@
 // elements in bf16 and of 128 in bf16 and E4M3, with up to eight query heads each.
 //
 // Of a thread block, one warp copies stored blocks into a ring in shared memory, far ahead of their use and across units;
-// four compute; two merge the four's sums in turn and write them, so that the others never wait for memory that is being
-// written.
+// four compute; two merge the four's sums in turn and write them, so that the others do not wait for that.
 
 #include "attention/decode.cuh"
 #include "attention/hopper.cuh"
@@ -15,12 +14,11 @@
 namespace {
 
 using vt::Decode;
-using vt::Finished;
 using vt::kBlockLen;
 using vt::kWarps;
 using vt::Unit;
 
-constexpr uint32_t kThreads = 256;
+constexpr uint32_t kThreads = 32 * (kWarps + 3);
 constexpr uint32_t kCopier = kWarps, kMergers = kWarps + 1;
 constexpr uint32_t kMostStages = 16;
 // Bytes of a row of a box, and of a box of 16 positions.
@@ -148,28 +146,23 @@ __device__ __forceinline__ void compute(const Decode& p, const uint32_t* prefix,
         }
         count += end - first;
         if (turn >= 2) vt::barrier_wait(barriers.merged(turn % 2), (turn / 2 & 1) ^ 1);
-        vt::store(sums, merges[turn % 2], warp, lane);
-        __syncwarp();
-        if (lane == 0) vt::barrier_arrive(barriers.summed(turn % 2));
+        vt::store(p, sums, merges[turn % 2], warp, lane);
+        vt::barrier_arrive(barriers.summed(turn % 2));
         u = following;
         q = following_q;
     }
 }
 
-// Merges every second unit. A head whose last chunk comes with this warp's last unit is left to all warps.
+// Merges every second unit.
 template <uint32_t D>
 __device__ __forceinline__ void merge_units(const Decode& p, const uint32_t* prefix, uint32_t units, const Barriers& barriers,
-                                            const vt::Merge<D, 1>& merge, Finished& finished, uint32_t which, uint32_t lane) {
+                                            const vt::Merge<D, 1>& merge, uint32_t which, uint32_t lane) {
     uint32_t phase = 0;
     for (uint32_t index = blockIdx.x + which * gridDim.x; index < units; index += 2 * gridDim.x, phase ^= 1) {
         const Unit u = vt::unit_of(p, prefix, index);
         vt::barrier_wait(barriers.summed(which), phase);
         vt::merge_warps(p, u, merge, lane);
-        __syncwarp();
-        if (lane == 0) vt::barrier_arrive(barriers.merged(which));
-        if (u.chunks == 1 || !vt::finish_chunk(p, u, lane)) continue;
-        if (index + 2 * gridDim.x < units) vt::merge_chunks(p, u, 0, 1, lane);
-        else if (lane == 0) finished = {u, true};
+        vt::barrier_arrive(barriers.merged(which));
     }
 }
 
@@ -183,7 +176,6 @@ __device__ __forceinline__ void decode(const Decode& p, const CUtensorMap& map) 
     vt::Merge<D, 1>* merges = reinterpret_cast<vt::Merge<D, 1>*>(aligned + R::kBytes);
     const Barriers barriers{ring + R::kBytes + 2 * static_cast<uint32_t>(sizeof(vt::Merge<D, 1>))};
     uint32_t* prefix = reinterpret_cast<uint32_t*>(aligned + R::kBytes + 2 * sizeof(vt::Merge<D, 1>) + 8 * (2 * kMostStages + 4));
-    __shared__ Finished finished[2];
 
     if (threadIdx.x == 0) {
         for (uint32_t i = 0; i < R::kStages; ++i) {
@@ -191,9 +183,8 @@ __device__ __forceinline__ void decode(const Decode& p, const CUtensorMap& map) 
             vt::barrier_init(barriers.free(i), 1);
         }
         for (uint32_t i = 0; i < 2; ++i) {
-            vt::barrier_init(barriers.summed(i), kWarps);
-            vt::barrier_init(barriers.merged(i), 1);
-            finished[i].any = false;
+            vt::barrier_init(barriers.summed(i), kWarps * 32);
+            vt::barrier_init(barriers.merged(i), 32);
         }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         vt::publish_shared();
@@ -209,13 +200,10 @@ __device__ __forceinline__ void decode(const Decode& p, const CUtensorMap& map) 
         compute<T, D>(p, prefix, units, ring, barriers, merges, warp, lane);
     } else if (warp == kCopier) {
         copy_blocks<T, D>(p, map, prefix, units, ring, barriers, lane);
-    } else if (warp < kMergers + 2) {
+    } else {
         const uint32_t which = warp - kMergers;
-        merge_units<D>(p, prefix, units, barriers, merges[which], finished[which], which, lane);
+        merge_units<D>(p, prefix, units, barriers, merges[which], which, lane);
     }
-    __syncthreads();
-    const uint32_t half = warp / kWarps;
-    if (finished[half].any) vt::merge_chunks(p, finished[half].unit, warp % kWarps, kWarps, lane);
 }
 
 }  // namespace

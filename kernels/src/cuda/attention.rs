@@ -9,13 +9,12 @@
 mod hopper;
 
 use self::hopper::Hopper;
-use super::error::{Named, require};
+use super::error::require;
 use super::kv_cache::{CudaKvCache, CudaKvType, KvScales};
 use super::module::{Function, Module, arguments};
 use super::{CudaContext, CudaError, CudaStream};
 use crate::attention::AttentionShape;
 use crate::kv_cache::KvShape;
-use cudarc::driver::result;
 use std::ffi::CString;
 use std::sync::Arc;
 
@@ -32,6 +31,8 @@ const PREFILL_DIMS: [(u32, u32); 4] = [(32, 128), (64, 128), (128, 128), (256, 6
 pub const MAX_DECODE_SEQUENCES: usize = 4096;
 /// Chunks of a context that is not longer than 32 of the longest chunk; as in `cuda/attention/decode.cuh`.
 const FEW_CHUNKS: usize = 32;
+/// Positions of the shortest chunk.
+const SHORTEST_CHUNK: usize = 128;
 /// Positions of the longest chunk.
 const LONGEST_CHUNK: usize = 1024;
 
@@ -91,7 +92,7 @@ struct Decode {
     rows: u64,
     lengths: u64,
     block_tables: u64,
-    counters: u64,
+    firsts: u64,
     partial: u64,
     stats: u64,
     stride: u32,
@@ -137,7 +138,7 @@ struct Prefill {
 pub struct DecodeWorkspace {
     sequences: usize,
     max_context: usize,
-    counter_bytes: u64,
+    first_bytes: u64,
     stat_bytes: u64,
     bytes: u64,
 }
@@ -145,14 +146,14 @@ pub struct DecodeWorkspace {
 impl DecodeWorkspace {
     /// For up to `sequences` sequences of up to `max_context` positions and `heads` query heads; `None` on overflow.
     pub fn new(sequences: usize, max_context: usize, heads: usize, cache: &KvShape) -> Option<Self> {
-        let counter_bytes = (sequences.checked_mul(cache.kv_heads)?.checked_mul(4)?).next_multiple_of(256) as u64;
+        let first_bytes = sequences.checked_add(1)?.checked_mul(4)?.checked_next_multiple_of(256)? as u64;
         // A window may begin within a chunk, which makes one more.
         let chunks = max_context.div_ceil(LONGEST_CHUNK).max(FEW_CHUNKS).checked_add(1)?;
         let records = sequences.checked_mul(chunks)?.checked_mul(heads)?;
         let stat_bytes = records.checked_mul(8)?.checked_next_multiple_of(256)? as u64;
         let bytes = records.checked_mul(cache.head_dim)?.checked_mul(4)?;
-        let bytes = counter_bytes.checked_add(stat_bytes)?.checked_add(bytes as u64)?;
-        Some(Self { sequences, max_context, counter_bytes, stat_bytes, bytes })
+        let bytes = first_bytes.checked_add(stat_bytes)?.checked_add(bytes as u64)?;
+        Some(Self { sequences, max_context, first_bytes, stat_bytes, bytes })
     }
 
     /// Bytes, of memory at a multiple of 256.
@@ -169,6 +170,7 @@ pub struct Attention {
     dim: u32,
     heads: u32,
     decode: Function,
+    merge: Function,
     decode_shared: u32,
     /// Thread blocks of decode that the device holds at once.
     decode_blocks: u32,
@@ -227,10 +229,11 @@ impl Attention {
         let type_name = cache.dtype().name();
 
         // Twice the sums, maximum and weight of each warp and head; then the chunks of each sequence.
-        let merge = 2 * WARPS * 8 * columns * (decode_dim + 2) * 4;
+        let sums = 2 * WARPS * 8 * columns * (decode_dim + 6) * 4;
         let decode_name = name(format!("vt_decode_{type_name}_{decode_dim}_{columns}"))?;
-        let most = merge + 4 * (MAX_DECODE_SEQUENCES as u32 + 1);
-        let decode = Module::load(context, "attention/decode")?.function(&decode_name, most)?;
+        let most = sums + 4 * (MAX_DECODE_SEQUENCES as u32 + 1);
+        let module = Module::load(context, "attention/decode")?;
+        let (decode, merge) = (module.function(&decode_name, most)?, module.function(c"vt_decode_merge", 0)?);
         // Queries, a tile of keys and one of values, in rows padded by 16 bytes; E4M3 passes through a buffer.
         let staging = if cache.dtype() == CudaKvType::E4m3 { 64 * prefill_dim } else { 0 };
         let prefill_shared = (rows + 64 + 64) * (prefill_dim * 2 + 16) + staging;
@@ -242,7 +245,8 @@ impl Attention {
             dim,
             heads: heads as u32,
             decode,
-            decode_shared: merge,
+            merge,
+            decode_shared: sums,
             hopper,
             decode_blocks: context.attributes().multiprocessors * blocks[columns as usize - 1],
             prefill,
@@ -251,19 +255,9 @@ impl Attention {
         })
     }
 
-    /// Zeroes what must be zero before the first decode; every decode leaves it so.
-    ///
-    /// # Errors
-    /// [`CudaError::Call`].
-    pub fn clear(&self, stream: &CudaStream, workspace: &DecodeWorkspace, address: u64) -> Result<(), CudaError> {
-        stream.context().bind()?;
-        // SAFETY: the counters are the first bytes of a workspace, which the caller keeps.
-        unsafe { result::memset_d8_async(address, 0, workspace.counter_bytes as usize, stream.stream) }
-            .named("cuMemsetD8Async")
-    }
-
-    /// Attention of one token of each sequence. `workspace_at` is the address of `workspace`'s bytes, cleared once by
-    /// [`Attention::clear`] and used by one stream at a time; no length may exceed the workspace's context.
+    /// Attention of one token of each sequence. `workspace_at` is the address of `workspace`'s bytes, which one stream
+    /// uses at a time; no length may exceed the workspace's context. Two launches, the second for what long contexts were
+    /// cut into.
     ///
     /// # Errors
     /// [`CudaError`].
@@ -291,9 +285,9 @@ impl Attention {
             rows: batch.starts,
             lengths: batch.lengths,
             block_tables: batch.block_tables,
-            counters: workspace_at,
-            partial: workspace_at + workspace.counter_bytes + workspace.stat_bytes,
-            stats: workspace_at + workspace.counter_bytes,
+            firsts: workspace_at,
+            partial: workspace_at + workspace.first_bytes + workspace.stat_bytes,
+            stats: workspace_at + workspace.first_bytes,
             stride: batch.stride as u32,
             queries_at: batch.queries_at as u32,
             out_stride: batch.out_stride as u32,
@@ -309,18 +303,26 @@ impl Attention {
         };
         let chunks = workspace.max_context.div_ceil(LONGEST_CHUNK).max(FEW_CHUNKS) + 1;
         let units = (sequences * chunks).saturating_mul(self.kv_heads as usize);
-        if let Some(kernels) = self.hopper_for(cache)
-            && let Some(launched) = kernels.decode(stream, layer, units, parameters)
-        {
-            return launched;
+        let special = self.hopper_for(cache).and_then(|kernels| kernels.decode(stream, layer, units, parameters));
+        match special {
+            Some(launched) => launched?,
+            None => {
+                let blocks = units.min(self.decode_blocks as usize) as u32;
+                let shared = self.decode_shared + 4 * (sequences as u32 + 1);
+                // SAFETY: `Decode` is the kernel's parameter; what its addresses name is as large as the batch and the
+                // workspace say, and the caller keeps it.
+                unsafe {
+                    let arguments = &mut arguments![parameters];
+                    self.decode.launch_early(stream, [blocks, 1, 1], [THREADS, 1, 1], shared, arguments)?;
+                }
+            }
         }
-        let blocks = units.min(self.decode_blocks as usize) as u32;
-        let shared = self.decode_shared + 4 * (sequences as u32 + 1);
-        // SAFETY: `Decode` is the kernel's parameter; what its addresses name is as large as the batch and the workspace
-        // say, and the caller keeps it.
-        unsafe {
-            self.decode.launch_early(stream, [blocks, 1, 1], [THREADS, 1, 1], shared, &mut arguments![parameters])
+        if workspace.max_context <= SHORTEST_CHUNK {
+            return Ok(());
         }
+        let blocks = (sequences as u32 * self.heads).div_ceil(WARPS);
+        // SAFETY: as above.
+        unsafe { self.merge.launch_early(stream, [blocks, 1, 1], [THREADS, 1, 1], 0, &mut arguments![parameters]) }
     }
 
     /// Attention of runs of tokens, `tokens` in all (more is allowed, and costs empty thread blocks).

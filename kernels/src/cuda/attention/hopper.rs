@@ -16,8 +16,8 @@ pub(super) const ROWS: u32 = 128;
 const PREFILL_THREADS: u32 = 384;
 /// Positions of a tile of prefill.
 const TILE: u32 = 128;
-/// Threads of decode: four warps that compute, one that copies, two that merge, one that helps at the end.
-const DECODE_THREADS: u32 = 256;
+/// Threads of decode: four warps that compute, one that copies, two that merge.
+const DECODE_THREADS: u32 = 7 * 32;
 /// Thread blocks of decode on a multiprocessor.
 const DECODE_BLOCKS: u32 = 2;
 /// Bytes of decode's ring.
@@ -60,7 +60,7 @@ impl Hopper {
             return Ok(None);
         }
         // A ring, twice the sums, maximum and weight of 4 warps and 8 heads, barriers; the prefix is added at a launch.
-        let decode_shared = RING + 2 * 4 * 8 * (dim + 2) * 4 + 8 * 36 + ALIGNING;
+        let decode_shared = RING + 2 * 4 * 8 * (dim + 6) * 4 + 8 * 36 + ALIGNING;
         // Queries, two tiles of keys and two of values in bf16, barriers.
         let prefill_shared = 5 * TILE * dim * 2 + 64 + ALIGNING;
         let most = decode_shared + 4 * (super::MAX_DECODE_SEQUENCES as u32 + 1);

@@ -161,7 +161,6 @@ impl CudaModel {
             stream.synchronize()?;
             let bundle = (loaded.bundle(), image);
             constants.fill(&kernels.elementwise, &stream, bundle, &workspace, layout.constants)?;
-            kernels.attention.clear(&stream, &decode, workspace.address() + layout.attention)?;
             stream.synchronize()?;
             let outbox = Outbox::new(context, usize::try_from(step_bytes(&limits)).unwrap_or(usize::MAX))?;
             let piece = LOGITS_PIECE.max(4 * network.head.stride).max(limits.sequences * SamplingResult::BYTES);
