@@ -262,7 +262,7 @@ struct Gather {
 
 // Row r of `out` is the token of the r-th pair: grid (pairs, parts of a row).
 extern "C" __global__ void __launch_bounds__(128) vt_moe_gather(const __grid_constant__ Gather p) {
-    let_next_start();
+    // The next kernel does not start early: its blocks would take the place of some of these many.
     wait_for_previous();
     const uint32_t column = (blockIdx.y * blockDim.x + threadIdx.x) * 8;
     if (column >= p.width) return;

@@ -233,7 +233,7 @@ __device__ __forceinline__ uint64_t best_of_slices(const Sample& p, uint32_t row
 // Log-probabilities of the rows that want them, then bias and penalties in place: one thread block a row.
 extern "C" __global__ void __launch_bounds__(kThreads) vt_sample_prepare(const __grid_constant__ Sample p) {
     __shared__ Shared s;
-    let_next_start();
+    // The next kernel does not start early: its blocks would share multiprocessors with rows that take long.
     wait_for_previous();
     const Row& row = p.rows[blockIdx.x];
     float* logits = p.logits + static_cast<uint64_t>(blockIdx.x) * p.stride;
