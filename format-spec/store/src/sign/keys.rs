@@ -176,3 +176,46 @@ fn read_text(path: &Path) -> Result<String, StoreError> {
     let bytes = std::fs::read(path).map_err(StoreError::io(path))?;
     String::from_utf8(bytes).map_err(|_| StoreError::Key { path: path.to_owned(), reason: "not PEM text".to_owned() })
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// An ECPrivateKey with those parts.
+    fn private(secret: &[u8], curve: &[u8], point: &[u8]) -> Vec<u8> {
+        let parameters = wrapped(tag::CONTEXT_0, &wrapped(tag::OBJECT_ID, curve));
+        let public = wrapped(tag::CONTEXT_1, &wrapped(tag::BIT_STRING, &[&[0], point].concat()));
+        let parts = [wrapped(tag::INTEGER, &[1]), wrapped(tag::OCTET_STRING, secret), parameters, public];
+        wrapped(tag::SEQUENCE, &parts.concat())
+    }
+
+    #[test]
+    fn structures_are_read_as_they_are_written() {
+        let point = [4; 97];
+        for curve in [Curve::P256, Curve::P384] {
+            let key = VerifyingKey::of_info(&curve.public_info(&point)).unwrap();
+            assert_eq!((key.curve, key.point.as_slice()), (curve, &point[..]));
+            assert_eq!(sec1(&private(&[7; 48], curve.id(), &point)), Some((curve, &[7; 48][..], &point[..])));
+        }
+        assert_eq!(sec1(&private(&[7; 32], &[0x2B, 0x81, 0x04, 0x00, 0x0A], &point)), None, "a curve of another kind");
+    }
+
+    #[test]
+    fn damaged_structures_are_refused_or_read_but_never_overrun() {
+        let point = [4; 65];
+        for whole in [Curve::P256.public_info(&point), private(&[7; 32], Curve::P256.id(), &point)] {
+            for len in 0..whole.len() {
+                assert!(VerifyingKey::of_info(&whole[..len]).is_none() && sec1(&whole[..len]).is_none());
+            }
+            for at in 0..whole.len() {
+                for value in [0, 1, 0x7F, 0x80, 0x81, 0x82, 0x84, 0xFF] {
+                    let mut changed = whole.clone();
+                    changed[at] = value;
+                    let parts = (VerifyingKey::of_info(&changed), sec1(&changed));
+                    assert!(parts.0.is_none_or(|key| key.point.len() <= whole.len()));
+                    assert!(parts.1.is_none_or(|(_, secret, point)| secret.len() + point.len() <= whole.len()));
+                }
+            }
+        }
+    }
+}
