@@ -165,6 +165,7 @@ fn encodings_shapes_and_forms() {
         ("nvfp4.modelopt@1", 16),
         ("nvfp4.compressed-tensors@1", 16),
         ("mxfp4@1", 32),
+        ("mxfp4.ggml@1", 32),
         ("fp8.tensor.f32@1", 0),
         ("fp8.channel.bf16@1", 0),
         ("fp8.channel.f16@1", 0),
@@ -177,8 +178,8 @@ fn encodings_shapes_and_forms() {
     ];
     for (c, (decode, group)) in cases.into_iter().enumerate() {
         let spec = encoding::find(decode).unwrap();
-        // Rows from one that is short of a tile of tokens to several tiles; N from less than one tile of a block on.
-        for (i, m) in [33, 64, 100, 200, 520].into_iter().enumerate() {
+        // Rows from fewer than the smallest tile of tokens has to several tiles; N from less than one tile of a block on.
+        for (i, m) in [5, 17, 33, 64, 100, 200, 520].into_iter().enumerate() {
             let parts: &[u64] = match (c + i) % 3 {
                 0 => &[100, 64, 7],
                 1 => &[1500],

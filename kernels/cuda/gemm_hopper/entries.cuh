@@ -16,6 +16,11 @@
 
 // Arguments of Shape: blocks, tokens, groups, stages, cluster, batch, depth. S4 and S8 are stages for codes of 4 and of 8 bits.
 #define VT_HOPPER_SHAPES(ENCODING, STAGES, ...)                                                               \
+    VT_HOPPER_KERNEL(vt_hopper_##ENCODING##_b1_t16, 1, __VA_ARGS__, 1, 16, 2, STAGES(24, 16), 1, 2, 2)        \
+    VT_HOPPER_KERNEL(vt_hopper_##ENCODING##_b2_t16, 1, __VA_ARGS__, 2, 16, 2, STAGES(16, 9), 1, 2, 2)         \
+    VT_HOPPER_KERNEL(vt_hopper_##ENCODING##_b2_t16_g3, 1, __VA_ARGS__, 2, 16, 3, STAGES(10, 6), 1, 2, 2)      \
+    VT_HOPPER_KERNEL(vt_hopper_##ENCODING##_b1_t32, 1, __VA_ARGS__, 1, 32, 2, STAGES(16, 12), 1, 2, 2)        \
+    VT_HOPPER_KERNEL(vt_hopper_##ENCODING##_b2_t32, 1, __VA_ARGS__, 2, 32, 2, STAGES(12, 8), 1, 2, 2)         \
     VT_HOPPER_KERNEL(vt_hopper_##ENCODING##_b1_t64, 1, __VA_ARGS__, 1, 64, 2, STAGES(10, 8), 1, 2, 2)         \
     VT_HOPPER_KERNEL(vt_hopper_##ENCODING##_b2_t64, 1, __VA_ARGS__, 2, 64, 2, STAGES(8, 6), 1, 2, 2)          \
     VT_HOPPER_KERNEL(vt_hopper_##ENCODING##_b1_t128, 1, __VA_ARGS__, 1, 128, 2, STAGES(8, 6), 1, 2, 2)        \

@@ -16,15 +16,17 @@ use crate::cuda::module::{Function, Module, arguments};
 use crate::cuda::{CudaContext, CudaError, CudaStream};
 use cudarc::driver::sys::{self, CUtensorMapDataType as DataType, CUtensorMapSwizzle as Swizzle};
 use encodings::{ENCODINGS, Encoding, MAX_PARTS, Reading};
-use schedule::{Plan, SHAPES, Schedule, THREADS};
+use schedule::{Plan, SHAPES, Schedule};
 use std::ffi::CString;
 use std::sync::Arc;
 use vt_bundle::layout::TiledMatrix;
 
 /// Compute capability of the kernels; they have no other.
 const CAPABILITY: u32 = 90;
-/// Fewest rows that the kernels are chosen for: below, the reading of weights is all, and other kernels do it better.
-const MIN_ROWS: u32 = 17;
+/// Fewest rows that the kernels are chosen for; with fewer, others read the weights faster.
+const MIN_ROWS: u32 = 9;
+/// The same for all experts together: with few rows most tiles are nearly empty.
+const MIN_EXPERT_ROWS: u32 = 33;
 /// Bytes of the flags at the start of the workspace.
 const FLAG_BYTES: u64 = 4096;
 
@@ -103,7 +105,8 @@ impl Hopper {
             && request.x_stride.is_multiple_of(8)
             && request.out.is_multiple_of(16)
             && request.out_stride.is_multiple_of(out_align);
-        if !aligned || request.m < MIN_ROWS { None } else { Reading::of(matrix) }
+        let fewest = if request.offsets == 0 { MIN_ROWS } else { MIN_EXPERT_ROWS };
+        if !aligned || request.m < fewest { None } else { Reading::of(matrix) }
     }
 
     /// Starts the product where these kernels are the ones for it, and says whether it did.
@@ -170,7 +173,7 @@ impl Hopper {
         let shared = shape.shared_bytes(encoding);
         // SAFETY: the argument is the kernel's; planes are those of the geometry, the request is checked against it, and the
         // workspace has the bytes that `workspace_bytes` asks for; the caller keeps all of it allocated.
-        unsafe { function.launch(stream, grid, [THREADS, 1, 1], shared, &mut arguments![arguments])? };
+        unsafe { function.launch(stream, grid, [shape.threads(), 1, 1], shared, &mut arguments![arguments])? };
         Ok(true)
     }
 }

@@ -11,6 +11,8 @@ pub(super) struct Shape {
     pub blocks: u32,
     /// Tokens of a tile.
     pub tokens: u32,
+    /// Consumer warpgroups of a block; one more, the producer, makes its threads.
+    pub groups: u32,
     /// Blocks of a cluster, neighbours along N that share the copying of tokens.
     pub cluster: u32,
     /// Stages of the ring, for codes of 4 and of 8 bits.
@@ -19,19 +21,20 @@ pub(super) struct Shape {
     pub step_cycles: [u32; 2],
 }
 
-/// Consumer warpgroups of a block.
-pub(super) const GROUPS: u32 = 2;
-/// Threads of a block: the consumers and a producer warpgroup.
-pub(super) const THREADS: u32 = 128 * (GROUPS + 1);
-
 /// The shapes, as instantiated in `entries.cuh`.
+#[rustfmt::skip]
 pub(super) const SHAPES: &[Shape] = &[
-    Shape { name: "b1_t64", blocks: 1, tokens: 64, cluster: 1, stages: [10, 8], step_cycles: [680, 780] },
-    Shape { name: "b2_t64", blocks: 2, tokens: 64, cluster: 1, stages: [8, 6], step_cycles: [1036, 1100] },
-    Shape { name: "b1_t128", blocks: 1, tokens: 128, cluster: 1, stages: [8, 6], step_cycles: [900, 950] },
-    Shape { name: "b2_t128", blocks: 2, tokens: 128, cluster: 1, stages: [6, 5], step_cycles: [1383, 1420] },
-    Shape { name: "b1_t256", blocks: 1, tokens: 256, cluster: 1, stages: [5, 4], step_cycles: [1170, 1220] },
-    Shape { name: "b1_t256_c2", blocks: 1, tokens: 256, cluster: 2, stages: [5, 4], step_cycles: [1190, 1240] },
+    Shape { name: "b1_t16", blocks: 1, tokens: 16, groups: 2, cluster: 1, stages: [24, 16], step_cycles: [600, 650] },
+    Shape { name: "b2_t16", blocks: 2, tokens: 16, groups: 2, cluster: 1, stages: [16, 9], step_cycles: [856, 1000] },
+    Shape { name: "b2_t16_g3", blocks: 2, tokens: 16, groups: 3, cluster: 1, stages: [10, 6], step_cycles: [1150, 1450] },
+    Shape { name: "b1_t32", blocks: 1, tokens: 32, groups: 2, cluster: 1, stages: [16, 12], step_cycles: [620, 660] },
+    Shape { name: "b2_t32", blocks: 2, tokens: 32, groups: 2, cluster: 1, stages: [12, 8], step_cycles: [912, 1070] },
+    Shape { name: "b1_t64", blocks: 1, tokens: 64, groups: 2, cluster: 1, stages: [10, 8], step_cycles: [680, 780] },
+    Shape { name: "b2_t64", blocks: 2, tokens: 64, groups: 2, cluster: 1, stages: [8, 6], step_cycles: [1036, 1100] },
+    Shape { name: "b1_t128", blocks: 1, tokens: 128, groups: 2, cluster: 1, stages: [8, 6], step_cycles: [900, 950] },
+    Shape { name: "b2_t128", blocks: 2, tokens: 128, groups: 2, cluster: 1, stages: [6, 5], step_cycles: [1383, 1420] },
+    Shape { name: "b1_t256", blocks: 1, tokens: 256, groups: 2, cluster: 1, stages: [5, 4], step_cycles: [1170, 1220] },
+    Shape { name: "b1_t256_c2", blocks: 1, tokens: 256, groups: 2, cluster: 2, stages: [5, 4], step_cycles: [1190, 1240] },
 ];
 
 /// Cycles that taking in another block's sums adds, per float of a thread.
@@ -45,7 +48,12 @@ const LONG_CYCLES: u64 = 700_000;
 impl Shape {
     /// Rows of N of a tile.
     pub(super) const fn rows(&self) -> u32 {
-        64 * self.blocks * GROUPS
+        64 * self.blocks * self.groups
+    }
+
+    /// Threads of a block.
+    pub(super) const fn threads(&self) -> u32 {
+        128 * (self.groups + 1)
     }
 
     /// Sums of a tile.
@@ -55,7 +63,7 @@ impl Shape {
 
     /// Sums of a thread.
     const fn thread_floats(&self) -> u32 {
-        self.floats() / (128 * GROUPS)
+        self.floats() / (128 * self.groups)
     }
 
     /// Bytes of shared memory, as `kSharedBytes`: the ring, each warp's way out, barriers, and what alignment to 1024 may take.
@@ -63,14 +71,14 @@ impl Shape {
         let stages = self.stages[(encoding.bits == 8) as usize];
         let scales = encoding.scale_rows * encoding.scale_bytes * self.rows();
         let stage = self.tokens * 128 + self.rows() * 64 * encoding.bits / 8 + scales;
-        let out = 4 * GROUPS * 16 * (16 * self.blocks + 4) * 4;
+        let out = 4 * self.groups * 16 * (16 * self.blocks + 4) * 4;
         1024 + stages * stage + out + 16 * stages
     }
 }
 
-/// Flags of the workspace: one a block and warpgroup, for more multiprocessors than any device has.
+/// Flags of the workspace: one a block and warpgroup, of up to three, for more multiprocessors than any device has.
 pub(super) const fn flag_words() -> u64 {
-    256 * GROUPS as u64
+    256 * 3
 }
 
 /// Who computes what; a mirror of `Schedule` in `schedule.cuh`.
@@ -144,11 +152,12 @@ impl Plan {
     /// The cut of products of `experts` matrices with `m` rows together; who has how many is known on the device only. Nothing
     /// is split: there are many tiles.
     pub(super) fn of_experts(n: u32, k: u32, m: u32, experts: u32, sms: u32) -> Self {
-        // Tiles of about the rows that an expert has on average.
-        let rows = m / experts.max(1);
-        let name = match rows {
-            0..96 => "b2_t64",
-            96..192 => "b2_t128",
+        // Tiles somewhat larger than what an expert has on average.
+        let name = match m / experts.max(1) {
+            0..8 => "b2_t16",
+            8..24 => "b2_t32",
+            24..80 => "b2_t64",
+            80..192 => "b2_t128",
             _ => "b1_t256",
         };
         let shape = SHAPES.iter().position(|shape| shape.name == name).unwrap_or(0);
@@ -223,6 +232,11 @@ mod tests {
             let plan = Plan::cheapest(n, k, m, 4, SMS);
             (SHAPES[plan.shape].name, plan.workers * SHAPES[plan.shape].cluster, plan.schedule.split_tiles)
         };
+        // Few rows.
+        assert_eq!(chosen(24576, 4096, 16), ("b2_t16_g3", 128, 64));
+        assert_eq!(chosen(4096, 12288, 16), ("b2_t16", 128, 16));
+        assert_eq!(chosen(4096, 4096, 16), ("b1_t16", 128, 32));
+        assert_eq!(chosen(24576, 4096, 32), ("b2_t32", 132, 96));
         // Few tiles: four blocks each.
         assert_eq!(chosen(4096, 4096, 64), ("b1_t64", 128, 32));
         assert_eq!(chosen(4096, 12288, 128), ("b1_t128", 128, 32));
