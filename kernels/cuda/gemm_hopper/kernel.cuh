@@ -10,7 +10,6 @@
 // rows of N of their own. Blocks of a cluster are neighbours along N and send each other their share of the tokens.
 #pragma once
 #include "codec.cuh"
-#include "common/order.cuh"
 #include "pipeline.cuh"
 #include "schedule.cuh"
 #include "wgmma.cuh"
@@ -137,7 +136,6 @@ __device__ __forceinline__ void produce(const Arguments& arguments, const Shared
             ring.advance();
         }
     }
-    let_next_start();
 }
 
 // Gives a stage back to the producers that fill it.
@@ -445,8 +443,6 @@ __device__ __forceinline__ void gemm(const Arguments& arguments) {
     }
     __syncthreads();
     if constexpr (S::kCluster > 1) cluster_sync();
-    // Activations, the result's rows, and the workspace are the business of earlier kernels until here.
-    wait_for_previous();
     // The warpgroup index is the same for a whole warp; the compiler has to know.
     const int group = __shfl_sync(0xFFFFFFFF, threadIdx.x / 128, 0);
     if (group == S::kGroups) {

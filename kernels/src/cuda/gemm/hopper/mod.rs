@@ -171,9 +171,9 @@ impl Hopper {
         let grid = [plan.workers * shape.cluster, 1, 1];
         let function = &self.functions[reading.encoding][plan.shape];
         let shared = shape.shared_bytes(encoding);
-        // SAFETY: the argument is the kernel's, which waits; planes are those of the geometry, the request is checked against it, and the
+        // SAFETY: the argument is the kernel's; planes are those of the geometry, the request is checked against it, and the
         // workspace has the bytes that `workspace_bytes` asks for; the caller keeps all of it allocated.
-        unsafe { function.launch_early(stream, grid, [shape.threads(), 1, 1], shared, &mut arguments![arguments])? };
+        unsafe { function.launch(stream, grid, [shape.threads(), 1, 1], shared, &mut arguments![arguments])? };
         Ok(true)
     }
 }
