@@ -1,6 +1,6 @@
 //! The command line of `vt-run`. Every flag has an environment twin, which the help names.
 
-use crate::load::upload::{IoMode, Residency, UploadOptions};
+use crate::load::upload::{IoMode, Residency, UploadOptions, default_readers};
 use clap::{Args as _, CommandFactory, FromArgMatches, Parser, ValueEnum};
 #[cfg(feature = "remote")]
 use std::path::Path;
@@ -89,12 +89,51 @@ pub struct BenchLoad {
     /// Who checks the weights.
     #[arg(long, value_enum, env = "VT_VERIFY", default_value = "device")]
     pub verify: VerifyArg,
+    /// Load with each of these values of --io, in every combination with the other lists.
+    #[arg(long, value_enum, value_name = "IO,...", env = "VT_SWEEP_IO", value_delimiter = ',')]
+    pub sweep_io: Vec<IoArg>,
+    /// Load with each of these values of --upload-chunk.
+    #[arg(long, value_name = "MIB,...", env = "VT_SWEEP_CHUNK", value_delimiter = ',')]
+    pub sweep_chunk: Vec<u32>,
+    /// Load with each of these values of --upload-depth.
+    #[arg(long, value_name = "N,...", env = "VT_SWEEP_DEPTH", value_delimiter = ',')]
+    pub sweep_depth: Vec<u16>,
+    /// Load with each of these values of --upload-readers.
+    #[arg(long, value_name = "N,...", env = "VT_SWEEP_READERS", value_delimiter = ',')]
+    pub sweep_readers: Vec<u16>,
     /// Print JSON.
     #[arg(long, env = "VT_JSON")]
     pub json: bool,
     #[allow(missing_docs, reason = "clap would take it for a heading")]
     #[command(flatten)]
     pub upload: UploadArgs,
+}
+
+impl BenchLoad {
+    /// Every combination of the lists, in their order; a list that is empty stands for the flag's own value.
+    pub fn settings(&self) -> Vec<UploadOptions> {
+        fn each<T: Copy>(settings: Vec<UploadArgs>, values: &[T], set: impl Fn(&mut UploadArgs, T)) -> Vec<UploadArgs> {
+            if values.is_empty() {
+                return settings;
+            }
+            let with = |args: UploadArgs| {
+                values
+                    .iter()
+                    .map(|&value| {
+                        let mut args = args.clone();
+                        set(&mut args, value);
+                        args
+                    })
+                    .collect::<Vec<_>>()
+            };
+            settings.into_iter().flat_map(with).collect()
+        }
+        let settings = each(vec![self.upload.clone()], &self.sweep_io, |args, io| args.io = io);
+        let settings = each(settings, &self.sweep_chunk, |args, chunk| args.upload_chunk = chunk);
+        let settings = each(settings, &self.sweep_depth, |args, depth| args.upload_depth = depth);
+        let settings = each(settings, &self.sweep_readers, |args, readers| args.upload_readers = Some(readers));
+        settings.iter().map(UploadArgs::options).collect()
+    }
 }
 
 /// What the command line asks for.
@@ -224,14 +263,14 @@ pub struct UploadArgs {
     #[arg(long, value_enum, env = "VT_IO", default_value = "auto")]
     pub io: IoArg,
     /// MiB of one copy and of one staging buffer; a power of two.
-    #[arg(long, value_name = "MIB", env = "VT_UPLOAD_CHUNK", default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..=1024))]
+    #[arg(long, value_name = "MIB", env = "VT_UPLOAD_CHUNK", default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=1024))]
     pub upload_chunk: u32,
     /// Staging buffers.
     #[arg(long, value_name = "N", env = "VT_UPLOAD_DEPTH", default_value_t = 16, value_parser = clap::value_parser!(u16).range(2..=4096))]
     pub upload_depth: u16,
-    /// Threads that read.
-    #[arg(long, value_name = "N", env = "VT_UPLOAD_READERS", default_value_t = 10, value_parser = clap::value_parser!(u16).range(1..=256))]
-    pub upload_readers: u16,
+    /// Threads that read; three for every four processors, at most 16, where absent.
+    #[arg(long, value_name = "N", env = "VT_UPLOAD_READERS", value_parser = clap::value_parser!(u16).range(1..=256))]
+    pub upload_readers: Option<u16>,
     /// Drop the files from the page cache once they are read.
     #[arg(long, env = "VT_UPLOAD_DROP_CACHE")]
     pub upload_drop_cache: bool,
@@ -249,7 +288,7 @@ impl UploadArgs {
         UploadOptions {
             chunk_bytes: u64::from(self.upload_chunk) << 20,
             depth: usize::from(self.upload_depth),
-            readers: usize::from(self.upload_readers),
+            readers: self.upload_readers.map_or_else(default_readers, usize::from),
             io,
             drop_cache: self.upload_drop_cache,
             residency: Residency::Auto,
@@ -503,6 +542,19 @@ mod tests {
             assert_eq!(argument.get_env().and_then(|e| e.to_str()), Some(twin.as_str()), "--{long}");
             assert!(argument.get_help().is_some(), "--{long} has no help");
         }
+    }
+
+    #[test]
+    fn sweeps_are_every_combination() {
+        let parse = |arguments: &[&str]| {
+            let arguments = ["bench-load", "--bundle", "b"].iter().chain(arguments);
+            let matches = BenchLoad::augment_args(clap::Command::new("bench-load")).get_matches_from(arguments);
+            BenchLoad::from_arg_matches(&matches).unwrap().settings()
+        };
+        assert_eq!(parse(&[]), [UploadOptions::default()]);
+        let swept = parse(&["--sweep-chunk", "2,4", "--sweep-readers", "8,10,12", "--upload-depth", "24"]);
+        let sizes: Vec<_> = swept.iter().map(|o| (o.chunk_bytes >> 20, o.depth, o.readers)).collect();
+        assert_eq!(sizes, [(2, 24, 8), (2, 24, 10), (2, 24, 12), (4, 24, 8), (4, 24, 10), (4, 24, 12)]);
     }
 
     #[test]

@@ -157,7 +157,18 @@ impl StagingBuffer {
     /// # Errors
     /// [`CudaError::OutOfMemory`] where the system does not lock that much.
     pub fn pinned(context: &Arc<CudaContext>, bytes: usize) -> Result<Self, CudaError> {
-        let mut buffer = Self::pageable(context, bytes)?;
+        let memory = HugePages::new(bytes.max(1));
+        let memory = memory.map_err(|_| CudaError::OutOfMemory { what: "host memory", bytes: bytes as u64 })?;
+        Self::lock(context, memory, bytes)
+    }
+
+    /// Page-locks memory that is there already, and uses its first `bytes` bytes.
+    ///
+    /// # Errors
+    /// [`CudaError::OutOfMemory`] where the system does not lock that much, [`CudaError::OutOfRange`] where there is less.
+    pub fn lock(context: &Arc<CudaContext>, memory: HugePages, bytes: usize) -> Result<Self, CudaError> {
+        check_range("page-lock", 0, bytes as u64, memory.len() as u64)?;
+        let mut buffer = Self { memory: Host { pinned: None, memory }, len: bytes, event: Event::new(context)? };
         let what = "page-locked host memory";
         let start = buffer.memory.memory.start();
         let flags = sys::CU_MEMHOSTREGISTER_PORTABLE | sys::CU_MEMHOSTREGISTER_DEVICEMAP;

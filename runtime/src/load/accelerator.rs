@@ -7,6 +7,7 @@
 use super::{Ledger, LoadError};
 use std::sync::Arc;
 use vt_bundle::hash::Digest;
+use vt_bundle::mmap::HugePages;
 use vt_kernels::cuda::HostPlace;
 
 /// Bytes of a staging buffer and their place on the device.
@@ -56,6 +57,10 @@ pub trait Accelerator: Send + Sync {
     /// # Errors
     /// [`LoadError::Device`] where the device cannot address it.
     fn share(&self, place: HostPlace, bytes: u64) -> Result<Self::Memory, LoadError>;
+
+    /// Takes memory that has been touched for buffers that are asked for later: touching takes longer than anything else of
+    /// making one, and needs no device.
+    fn stock(&self, memory: Vec<HugePages>);
 
     /// Host memory for copies: page-locked, or ordinary where pinning has failed.
     ///

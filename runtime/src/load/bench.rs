@@ -1,6 +1,6 @@
 //! Rates of the link, of the disk, of the hash kernel and of whole loads, measured in one run so that they compare.
 
-use super::upload::{IoMode, Source, UploadOptions, load_image, verify_resident};
+use super::upload::{IoMode, Source, Timeline, UploadOptions, load_image, verify_resident};
 use super::{Accelerator, LoadError, Piece, Verify};
 use crate::stats::human_bytes;
 use rustix::fs::Advice;
@@ -23,13 +23,22 @@ pub struct LoadBench {
     pub device: String,
     /// Bytes of the image.
     pub image_bytes: u64,
-    /// Copies from page-locked memory and nothing else.
-    pub link_rate: f64,
+    /// Copies from page-locked memory and nothing else, before the loads and after them.
+    pub link_rates: [f64; 2],
     /// Reads past the page cache and nothing else, where the file system does that.
     pub direct_rate: Option<f64>,
     /// Hashing of the resident image and nothing else.
     pub hash_rate: Option<f64>,
-    /// Loads.
+    /// Settings, in the order given.
+    pub settings: Vec<BenchedSetting>,
+}
+
+/// Loads with one setting.
+#[derive(Clone, Debug, Serialize)]
+pub struct BenchedSetting {
+    /// The setting.
+    pub options: UploadOptions,
+    /// Its loads.
     pub loads: Vec<BenchedLoad>,
 }
 
@@ -38,22 +47,20 @@ pub struct LoadBench {
 pub struct BenchedLoad {
     /// How the bytes were read.
     pub io: &'static str,
-    /// From the first read to the last value compared, seconds.
-    pub upload_seconds: f64,
-    /// Everything of the load but the context, seconds.
+    /// Everything of the load but the context and the memory that a start touches while it waits for it, seconds.
     pub seconds: f64,
+    /// Moments of the upload; its end is when the last value had been compared.
+    pub timeline: Option<Timeline>,
     /// Bytes a second of the upload.
     pub rate: f64,
-    /// The rate as a share of the link's.
-    pub of_link: f64,
-    /// The rate as a share of the disk's.
-    pub of_direct: Option<f64>,
 }
 
 /// What to measure.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct BenchPlan {
-    /// Loads to make.
+    /// Settings to load with.
+    pub settings: Vec<UploadOptions>,
+    /// Loads to make with each.
     pub repeat: u32,
     /// Drop the files from the page cache before every load.
     pub cold: bool,
@@ -69,40 +76,42 @@ pub fn run<A: Accelerator<Memory = M, Arena = M>, M: Send + Sync>(
     accelerator: &A,
     bundle: &Bundle,
     verify: Verify,
-    options: &UploadOptions,
     plan: &BenchPlan,
 ) -> Result<LoadBench, LoadError> {
-    let options = options.checked();
     let image_bytes = bundle.space(Placement::Image).size;
-    let link_rate = link_rate(accelerator)?;
-    let direct_rate = if plan.direct { direct_rate(accelerator, bundle, &options)? } else { None };
-    let mut loads = Vec::new();
-    let mut hash_rate = None;
-    for _ in 0..plan.repeat {
-        if plan.cold {
-            drop_cache(bundle);
-        }
-        let start = Instant::now();
-        let resident = load_image(accelerator, bundle, verify, &options, &|_| ())?;
-        let seconds = start.elapsed().as_secs_f64();
-        let rate = resident.report.upload_rate().unwrap_or(0.0);
-        loads.push(BenchedLoad {
-            io: resident.report.io,
-            upload_seconds: image_bytes as f64 / rate,
-            seconds,
-            rate,
-            of_link: rate / link_rate,
-            of_direct: direct_rate.map(|direct| rate / direct),
-        });
-        if verify == Verify::Device {
-            let leaves = bundle.leaves()?.image;
-            let start = Instant::now();
-            verify_resident(accelerator, bundle, &leaves, &resident.arena)?;
-            let rate = image_bytes as f64 / start.elapsed().as_secs_f64();
-            hash_rate = Some(hash_rate.map_or(rate, |best: f64| best.max(rate)));
-        }
+    let before = link_rate(accelerator)?;
+    let first = plan.settings.first().copied().unwrap_or_default().checked();
+    if plan.cold {
+        drop_cache(bundle);
     }
-    Ok(LoadBench { device: accelerator.name(), image_bytes, link_rate, direct_rate, hash_rate, loads })
+    let direct_rate = if plan.direct { direct_rate(accelerator, bundle, &first)? } else { None };
+    let mut settings = Vec::new();
+    let mut hash_rate: Option<f64> = None;
+    for options in plan.settings.iter().map(|options| options.checked()) {
+        let mut loads = Vec::new();
+        for _ in 0..plan.repeat {
+            if plan.cold {
+                drop_cache(bundle);
+            }
+            accelerator.stock(options.touched(image_bytes));
+            let start = Instant::now();
+            let resident = load_image(accelerator, bundle, verify, &options, &|_| ())?;
+            let seconds = start.elapsed().as_secs_f64();
+            let (io, timeline) = (resident.report.io, resident.report.timeline);
+            loads.push(BenchedLoad { io, seconds, timeline, rate: resident.report.upload_rate().unwrap_or(0.0) });
+            if verify == Verify::Device && hash_rate.is_none() {
+                let leaves = bundle.leaves()?.image;
+                // The first launch is not measured: it may wait for the driver.
+                verify_resident(accelerator, bundle, &leaves, &resident.arena)?;
+                let start = Instant::now();
+                verify_resident(accelerator, bundle, &leaves, &resident.arena)?;
+                hash_rate = Some(image_bytes as f64 / start.elapsed().as_secs_f64());
+            }
+        }
+        settings.push(BenchedSetting { options, loads });
+    }
+    let link_rates = [before, link_rate(accelerator)?];
+    Ok(LoadBench { device: accelerator.name(), image_bytes, link_rates, direct_rate, hash_rate, settings })
 }
 
 /// Copies alternate between two buffers, so that one is always under way.
@@ -172,38 +181,50 @@ fn direct_rate<A: Accelerator>(
     Ok(Some(source.len() as f64 / start.elapsed().as_secs_f64()))
 }
 
-/// Asks the kernel to forget the image's pages. Pages that are dirty or mapped elsewhere stay.
+/// Asks the kernel to forget the image's pages. Pages that are mapped elsewhere stay.
 fn drop_cache(bundle: &Bundle) {
     for segment in &bundle.space(Placement::Image).segments {
         if let Ok(file) = File::open(bundle.dir().join(&segment.file)) {
+            // Pages that have not been written out stay; where that fails they do.
+            let _ = rustix::fs::fdatasync(&file);
             let _ = rustix::fs::fadvise(&file, 0, None, Advice::DontNeed);
         }
     }
 }
 
 impl LoadBench {
+    /// The link's rate: the better of both measurements.
+    pub fn link_rate(&self) -> f64 {
+        self.link_rates[0].max(self.link_rates[1])
+    }
+
     /// A table that a person reads.
     pub fn table(&self) -> String {
-        let gb = |rate: f64| format!("{:8.2} GB/s", rate / 1e9);
+        let gb = |rate: f64| format!("{:.2} GB/s", rate / 1e9);
         let mut text = format!("{}: image of {}\n", self.device, human_bytes(self.image_bytes));
-        text.push_str(&format!("  link, page-locked copies only {}\n", gb(self.link_rate)));
+        let [before, after] = self.link_rates.map(gb);
+        text.push_str(&format!("  link, page-locked copies only   {before} before, {after} after\n"));
         for (what, rate) in
             [("disk, O_DIRECT reads only    ", self.direct_rate), ("hash kernel only             ", self.hash_rate)]
         {
             if let Some(rate) = rate {
-                text.push_str(&format!("  {what} {}\n", gb(rate)));
+                text.push_str(&format!("  {what}   {}\n", gb(rate)));
             }
         }
-        for (i, load) in self.loads.iter().enumerate() {
-            let direct = load.of_direct.map(|share| format!(", {share:.3} of the disk"));
-            text.push_str(&format!(
-                "  load {i} ({}) {:.3} s, {} {:.3} of the link{}\n",
-                load.io,
-                load.seconds,
-                gb(load.rate),
-                load.of_link,
-                direct.unwrap_or_default()
-            ));
+        for BenchedSetting { options, loads } in &self.settings {
+            let io = loads.first().map_or(options.io.name(), |load| load.io);
+            let (chunk, depth, readers) = (options.chunk_bytes >> 20, options.depth, options.readers);
+            text.push_str(&format!("  {io:<6} {chunk:>3} MiB x {depth:<3} {readers:>3} readers\n"));
+            for load in loads {
+                let share = load.rate / self.link_rate();
+                let direct = self.direct_rate.map(|direct| format!(", {:.3} of the disk", load.rate / direct));
+                let moments = load.timeline.map(|t| {
+                    let [first, read, arrived] = [t.first_copy, t.read, t.arrived].map(|seconds| seconds * 1e3);
+                    format!("; first copy {first:.1} ms, all read {read:.1}, all there {arrived:.1}")
+                });
+                let (rate, direct, moments) = (gb(load.rate), direct.unwrap_or_default(), moments.unwrap_or_default());
+                text.push_str(&format!("    {:.3} s, {rate}, {share:.3} of the link{direct}{moments}\n", load.seconds));
+            }
         }
         text
     }

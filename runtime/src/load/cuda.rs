@@ -1,8 +1,9 @@
 //! CUDA devices.
 
 use super::{Accelerator, Ledger, LoadError, Piece};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use vt_bundle::hash::{Digest, LEAF_BYTES, SEGMENT_BYTES, leaf_count};
+use vt_bundle::mmap::HugePages;
 use vt_kernels::cuda::{
     CudaContext, CudaError, CudaStream, DeviceMemory, HostPlace, LeafHasher, LeafRange, PendingLeaves, PendingUpload,
     StagingBuffer, UploadRange,
@@ -16,6 +17,8 @@ pub struct CudaAccelerator {
     hasher: OnceLock<LeafHasher>,
     ledger: Arc<Ledger>,
     shares_host_memory: bool,
+    /// Touched memory for the next buffers.
+    stock: Mutex<Vec<HugePages>>,
 }
 
 impl CudaAccelerator {
@@ -30,7 +33,7 @@ impl CudaAccelerator {
         let copies = CudaStream::new(&context).map_err(failed)?;
         let (hasher, ledger) = (OnceLock::new(), Arc::new(Ledger::default()));
         let shares_host_memory = context.attributes().host_addressable();
-        Ok(Self { context, copies, hasher, ledger, shares_host_memory })
+        Ok(Self { context, copies, hasher, ledger, shares_host_memory, stock: Mutex::default() })
     }
 
     /// The same device as if it shared the host's memory, or did not. A card behind PCIe then reads page-locked host memory
@@ -43,6 +46,11 @@ impl CudaAccelerator {
     /// The device's context.
     pub fn context(&self) -> &Arc<CudaContext> {
         &self.context
+    }
+
+    /// Bytes of touched memory that no buffer has been made of yet.
+    pub fn stocked_bytes(&self) -> u64 {
+        self.stock.lock().unwrap_or_else(PoisonError::into_inner).iter().map(|memory| memory.len() as u64).sum()
     }
 
     fn failed(&self, error: CudaError) -> LoadError {
@@ -111,9 +119,18 @@ impl Accelerator for CudaAccelerator {
         Ok(CudaArena { memory: Arc::new(memory), values: OnceLock::new(), ledger: Arc::clone(&self.ledger) })
     }
 
+    fn stock(&self, memory: Vec<HugePages>) {
+        self.stock.lock().unwrap_or_else(PoisonError::into_inner).extend(memory);
+    }
+
     fn buffer(&self, bytes: usize, pinned: bool) -> Result<StagingBuffer, LoadError> {
-        let make = if pinned { StagingBuffer::pinned } else { StagingBuffer::pageable };
-        let buffer = make(&self.context, bytes).map_err(|e| self.failed(e))?;
+        let stocked = || self.stock.lock().unwrap_or_else(PoisonError::into_inner).pop();
+        let buffer = match if pinned { stocked().filter(|memory| memory.len() >= bytes) } else { None } {
+            Some(memory) => StagingBuffer::lock(&self.context, memory, bytes),
+            None if pinned => StagingBuffer::pinned(&self.context, bytes),
+            None => StagingBuffer::pageable(&self.context, bytes),
+        };
+        let buffer = buffer.map_err(|e| self.failed(e))?;
         self.ledger.staged(bytes as u64, pinned);
         Ok(buffer)
     }
@@ -174,6 +191,7 @@ impl Accelerator for CudaAccelerator {
     }
 
     fn seal(&self, memory: CudaArena) -> Result<CudaArena, LoadError> {
+        self.stock.lock().unwrap_or_else(PoisonError::into_inner).clear();
         self.copies.synchronize().map_err(|e| self.failed(e))?;
         Ok(memory)
     }

@@ -5,6 +5,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use vt_bundle::hash::{Digest, LEAF_BYTES, SEGMENT_BYTES, leaf_digest};
+use vt_bundle::mmap::HugePages;
 use vt_kernels::cuda::HostPlace;
 
 /// Alignment of buffers, as page-locked memory has it.
@@ -310,6 +311,9 @@ impl Accelerator for FakeAccelerator {
         let place = Place { address, bytes, space: Arc::clone(&self.space), ledger: Arc::clone(&self.ledger) };
         Ok(FakeMemory { bytes: Arc::new(Mutex::new(Store::Shared(host, bytes))), place })
     }
+
+    /// The fake touches nothing ahead.
+    fn stock(&self, _: Vec<HugePages>) {}
 
     fn buffer(&self, bytes: usize, pinned: bool) -> Result<FakeBuffer, LoadError> {
         if pinned {

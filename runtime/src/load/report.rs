@@ -1,10 +1,10 @@
 //! What a load did and where its time went.
 
-use super::upload::{Probe, Residency};
+use super::upload::{Probe, Residency, Timeline};
 use super::{LedgerTotals, Verify};
 use crate::stats::Phase;
 use serde::Serialize;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 /// An arena and how it came to be.
 #[derive(Debug)]
@@ -31,6 +31,9 @@ pub struct LoadReport {
     pub verify: Verify,
     /// Stages in order.
     pub phases: Vec<Phase>,
+    /// Moments of the upload, where there was one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub timeline: Option<Timeline>,
     /// What the device's memory saw, where the device has memory of its own.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub ledger: Option<LedgerTotals>,
@@ -48,6 +51,7 @@ impl LoadReport {
             io: "mapped",
             verify: Verify::Off,
             phases: Vec::new(),
+            timeline: None,
             ledger: None,
             notes: Vec::new(),
         }
@@ -56,16 +60,20 @@ impl LoadReport {
     pub(super) fn phase<T>(&mut self, name: &'static str, stage: impl FnOnce() -> T) -> T {
         let start = Instant::now();
         let result = stage();
-        self.phases.push(Phase { name, seconds: start.elapsed().as_secs_f64(), bytes: None });
+        self.took(name, start.elapsed().as_secs_f64());
         result
     }
 
-    pub(super) fn uploaded(&mut self, time: Duration, bytes: u64) {
-        self.moved("upload", time, bytes);
+    pub(super) fn uploaded(&mut self, seconds: f64, bytes: u64) {
+        self.moved("upload", seconds, bytes);
     }
 
-    pub(super) fn moved(&mut self, name: &'static str, time: Duration, bytes: u64) {
-        self.phases.push(Phase { name, seconds: time.as_secs_f64(), bytes: Some(bytes) });
+    pub(super) fn took(&mut self, name: &'static str, seconds: f64) {
+        self.phases.push(Phase { name, seconds, bytes: None });
+    }
+
+    pub(super) fn moved(&mut self, name: &'static str, seconds: f64, bytes: u64) {
+        self.phases.push(Phase { name, seconds, bytes: Some(bytes) });
     }
 
     /// Bytes a second of the upload, verification included.

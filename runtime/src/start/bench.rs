@@ -18,7 +18,8 @@ pub fn bench_load(args: &BenchLoad) -> Result<(), Failure> {
         VerifyArg::Host => Verify::Host,
         VerifyArg::Off => Verify::Off,
     };
-    let plan = BenchPlan { repeat: args.repeat, cold: args.cold, direct: !args.skip_direct };
-    let result: LoadBench = bench::run(&accelerator, &bundle, verify, &args.upload.options(), &plan)?;
+    let (settings, repeat) = (args.settings(), args.repeat);
+    let plan = BenchPlan { settings, repeat, cold: args.cold, direct: !args.skip_direct };
+    let result: LoadBench = bench::run(&accelerator, &bundle, verify, &plan)?;
     print(&if args.json { to_json(&result)? } else { result.table() })
 }

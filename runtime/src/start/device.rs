@@ -4,7 +4,8 @@ use super::{Failure, print, report, to_json};
 use crate::cli::{Cli, DeviceName, KvCacheDtype, StatsForm, VerifyArg};
 use crate::load::upload::{Share, load_shard};
 use crate::load::{
-    CudaAccelerator, DeviceMemory, LoadError, LoadReport, LoadedBundle, MemoryPlan, MemoryRequest, Uploading, Verify,
+    Accelerator, CudaAccelerator, DeviceMemory, LoadError, LoadReport, LoadedBundle, MemoryPlan, MemoryRequest,
+    Uploading, Verify,
 };
 use crate::model::{CudaModel, CudaModelOptions, Graph, ModelConfig, StepLimits, cuda_workspace_bytes};
 use crate::stats::{ProcessMemory, Startup, StartupReport, human_bytes};
@@ -60,7 +61,8 @@ pub(super) fn run(cli: &Cli, index: u32, mut startup: Startup) -> Result<(), Fai
     }
     let (bundle, config, plan, accelerator) = open_device(cli, index, &mut startup)?;
     let before = accelerator.context().memory().map_err(|e| failed(index, &e))?;
-    let idle = ProcessMemory::now();
+    // Staging memory is there already, and belongs to the load.
+    let (idle, stocked) = (ProcessMemory::now(), accelerator.stocked_bytes());
     let uploading = Uploading { accelerator, options: cli.upload.options() };
     let verify = verify(cli);
     let done = AtomicU64::new(0);
@@ -87,7 +89,7 @@ pub(super) fn run(cli: &Cli, index: u32, mut startup: Startup) -> Result<(), Fai
     }
     let finished = startup.report();
     let after = uploading.accelerator.context().memory().map_err(|e| failed(index, &e))?;
-    let idle = idle.map_or(0, |memory| memory.anonymous + memory.file);
+    let idle = idle.map_or(0, |memory| (memory.anonymous + memory.file).saturating_sub(stocked));
     let memory = DeviceUse {
         total: after.total,
         used_before: before.total - before.free,
@@ -177,8 +179,12 @@ fn open_device(
             }
         };
         go.send(()).map_err(|_| gone())?;
+        // Staging memory is touched while the driver makes the context.
+        let image_bytes = opened.0.manifest().image.size;
+        let touched = scope.spawn(move || cli.upload.options().touched(image_bytes));
         let accelerator = startup.phase("context", |_| driver.join());
         let accelerator = accelerator.ok().flatten().ok_or_else(gone)??;
+        accelerator.stock(touched.join().unwrap_or_default());
         let (bundle, config, plan) = opened;
         Ok((bundle, config, plan, accelerator))
     })

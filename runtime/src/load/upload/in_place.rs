@@ -106,12 +106,12 @@ pub(super) fn load_in_place<A: Accelerator>(
         filling.alias(&map)?;
         HostPlace::Mapped(map)
     };
-    report.moved("fill", start.elapsed(), bytes);
+    report.moved("fill", start.elapsed().as_secs_f64(), bytes);
     let memory = report.phase("share", || accelerator.share(place, bytes))?;
     if let (Verify::Device, Some(leaves)) = (verify, &leaves) {
         let start = Instant::now();
         check(accelerator, bundle, leaves, &memory, bytes)?;
-        report.moved("verify", start.elapsed(), bytes);
+        report.moved("verify", start.elapsed().as_secs_f64(), bytes);
     }
     let arena = report.phase("seal", || accelerator.seal(memory))?;
     report.ledger = Some(accelerator.ledger().totals());

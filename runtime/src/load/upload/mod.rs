@@ -8,6 +8,7 @@
 //! files --(readers: pread | O_DIRECT | mapping)--> ring --(copy engine)--> arena --(hash kernel)--> values == manifest
 //! ```
 
+mod clock;
 mod expert;
 mod in_place;
 mod options;
@@ -16,18 +17,19 @@ mod shard;
 mod share;
 mod source;
 
+pub use clock::Timeline;
 pub use expert::verify_expert;
 pub use in_place::Probe;
-pub use options::{IoMode, Residency, UploadOptions};
+pub use options::{IoMode, Residency, UploadOptions, default_readers};
 pub use shard::load_shard;
 pub use share::Share;
 pub use source::Source;
 
 use super::{Accelerator, LoadError, LoadReport, Piece, Resident, Verify};
+use clock::Clock;
 use ring::Ring;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
-use std::sync::{Mutex, PoisonError};
 use std::time::Instant;
 use vt_bundle::Bundle;
 use vt_bundle::hash::{Digest, LEAF_BYTES, leaf_count, leaf_digest};
@@ -53,20 +55,52 @@ pub fn load_image<A: Accelerator>(
     }
     let mut report = LoadReport::new(accelerator.name());
     let bytes = bundle.space(Placement::Image).size;
+    let source = report.phase("open-image", || Source::open(bundle, options.io, options.drop_cache))?;
+    report.notes.extend(source.note().map(str::to_owned));
+    report.io = source.mode().name();
+    let free = accelerator.free_bytes()?;
+    if bytes > free {
+        let advice = format!("the image does not fit into the free memory of {}", accelerator.name());
+        return Err(LoadError::DoesNotFit { needed: bytes, available: free, advice });
+    }
+    let ring = Ring::new(accelerator, options.chunk_bytes as usize, options.buffers(bytes));
+    // Buffers are page-locked while everything else gets ready.
+    let (memory, timeline) = std::thread::scope(|scope| {
+        scope.spawn(|| {
+            if let Err(error) = ring.prepare() {
+                ring.fail(error);
+            }
+        });
+        let result = load_copied(accelerator, bundle, verify, &options, &source, &ring, &mut report, progress);
+        // Where this has failed nobody needs buffers any more.
+        ring.close();
+        result
+    })?;
+    report.notes.extend(ring.finish()?);
+    report.timeline = Some(timeline);
+    let arena = report.phase("seal", || accelerator.seal(memory))?;
+    report.ledger = Some(accelerator.ledger().totals());
+    Ok(Resident { arena, report })
+}
+
+/// Allocates the arena and fills it through the ring.
+#[expect(clippy::too_many_arguments, reason = "the second half of `load_image`, with what the first half made")]
+fn load_copied<A: Accelerator>(
+    accelerator: &A,
+    bundle: &Bundle,
+    verify: Verify,
+    options: &UploadOptions,
+    source: &Source,
+    ring: &Ring<'_, A>,
+    report: &mut LoadReport,
+    progress: &(dyn Fn(u64) + Sync),
+) -> Result<(A::Memory, Timeline), LoadError> {
+    let bytes = source.len();
     let leaves = match verify {
         Verify::Off => None,
         Verify::Device | Verify::Host => Some(report.phase("leaf-table", || bundle.leaves())?.image),
     };
-    let source = report.phase("open-image", || Source::open(bundle, options.io, options.drop_cache))?;
-    report.notes.extend(source.note().map(str::to_owned));
-    let memory = report.phase("allocate", || {
-        let free = accelerator.free_bytes()?;
-        if bytes > free {
-            let advice = format!("the image does not fit into the free memory of {}", accelerator.name());
-            return Err(LoadError::DoesNotFit { needed: bytes, available: free, advice });
-        }
-        accelerator.allocate(bytes)
-    })?;
+    let memory = report.phase("allocate", || accelerator.allocate(bytes))?;
     let mut verify = verify;
     if verify == Verify::Device
         && let Err(error) = report.phase("prepare-hash", || accelerator.prepare_hash(&memory))
@@ -74,29 +108,26 @@ pub fn load_image<A: Accelerator>(
         report.notes.push(format!("{error}; the image is checked on the host"));
         verify = Verify::Host;
     }
-    report.io = source.mode().name();
     report.verify = verify;
     let upload = Upload {
         accelerator,
         bundle,
         verify,
-        source: &source,
+        source,
         leaves: leaves.as_deref().unwrap_or(&[]),
         memory: &memory,
         chunk: options.chunk_bytes,
-        ring: Ring::new(accelerator, options.chunk_bytes as usize, options.depth),
+        ring,
         next: AtomicU64::new(0),
         groups: (0..bytes.div_ceil(group_bytes(options.chunk_bytes))).map(|_| AtomicU32::new(0)).collect(),
-        failure: Mutex::new(None),
+        clock: Clock::start(),
         progress,
     };
     let start = Instant::now();
-    let warning = upload.run(options.readers)?;
-    report.uploaded(start.elapsed(), bytes);
-    report.notes.extend(warning);
-    let arena = report.phase("seal", || accelerator.seal(memory))?;
-    report.ledger = Some(accelerator.ledger().totals());
-    Ok(Resident { arena, report })
+    let timeline = upload.run(options.readers)?;
+    report.uploaded(timeline.arrived, bytes);
+    report.took("release-staging", start.elapsed().as_secs_f64() - timeline.arrived);
+    Ok((memory, timeline))
 }
 
 /// Checks a resident image against the manifest once more, on the device.
@@ -141,37 +172,39 @@ struct Upload<'a, A: Accelerator> {
     leaves: &'a [Digest],
     memory: &'a A::Memory,
     chunk: u64,
-    ring: Ring<'a, A>,
+    ring: &'a Ring<'a, A>,
     /// Index of the next chunk that nobody reads yet.
     next: AtomicU64,
     /// Chunks of each group that have been submitted.
     groups: Vec<AtomicU32>,
-    failure: Mutex<Option<LoadError>>,
+    clock: Clock,
     progress: &'a (dyn Fn(u64) + Sync),
 }
 
 impl<A: Accelerator> Upload<'_, A> {
-    fn run(self, readers: usize) -> Result<Option<String>, LoadError> {
+    fn run(self, readers: usize) -> Result<Timeline, LoadError> {
         let (sender, receiver) = channel();
+        let mut checked = None;
         std::thread::scope(|scope| {
             for _ in 0..readers.min(self.chunks().max(1) as usize) {
                 let sender = sender.clone();
                 let upload = &self;
                 scope.spawn(move || {
-                    if let Err(error) = upload.read(&sender) {
-                        upload.fail(error);
+                    let read = upload.read(&sender);
+                    // The end of all senders tells the checker that no hash follows.
+                    drop(sender);
+                    if let Err(error) = read.and_then(|()| upload.ring.retire()) {
+                        upload.ring.fail(error);
                     }
                 });
             }
             drop(sender);
             self.check(&receiver);
+            // What the device has hashed has arrived.
+            checked = (self.verify == Verify::Device).then(|| self.clock.arrived());
         });
-        let failure = self.failure.into_inner().unwrap_or_else(PoisonError::into_inner);
-        let finished = self.ring.finish();
-        match failure {
-            Some(error) => Err(error),
-            None => finished,
-        }
+        self.ring.failure()?;
+        Ok(checked.unwrap_or_else(|| self.clock.arrived()))
     }
 
     fn chunks(&self) -> u64 {
@@ -184,7 +217,7 @@ impl<A: Accelerator> Upload<'_, A> {
         while let Some(mut buffer) = self.ring.acquire()? {
             let index = self.next.fetch_add(1, Ordering::Relaxed);
             if index >= self.chunks() {
-                self.ring.idle(buffer);
+                self.clock.read();
                 return Ok(());
             }
             let offset = index * self.chunk;
@@ -192,6 +225,7 @@ impl<A: Accelerator> Upload<'_, A> {
             self.fill(&mut buffer, offset, len)?;
             let piece = Piece { from: 0, len: len as usize, to: offset };
             self.ring.busy(self.accelerator.copy(buffer, &[piece], self.memory)?);
+            self.clock.copied();
             (self.progress)(len);
             if self.verify == Verify::Device {
                 self.submitted(offset, hashes)?;
@@ -240,13 +274,8 @@ impl<A: Accelerator> Upload<'_, A> {
             let found = self.accelerator.hashed(hash);
             let checked = found.and_then(|found| compare(self.bundle, self.leaves, first, &found));
             if let Err(error) = checked {
-                self.fail(error);
+                self.ring.fail(error);
             }
         }
-    }
-
-    fn fail(&self, error: LoadError) {
-        self.failure.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
-        self.ring.close();
     }
 }

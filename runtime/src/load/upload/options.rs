@@ -2,6 +2,7 @@
 
 use serde::Serialize;
 use vt_bundle::hash::{LEAF_BYTES, SEGMENT_BYTES};
+use vt_bundle::mmap::HugePages;
 
 /// How the bytes of a bundle's files reach the staging buffers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -55,8 +56,9 @@ impl Residency {
     }
 }
 
-/// Sizes and ways of an upload. The defaults are the fastest measured on an H200 behind PCIe 5: the ring must stay within
-/// the last-level cache, so that the copy engine reads what the readers wrote from there.
+/// Sizes and ways of an upload. The defaults are the fastest measured on an H200 behind PCIe 5: between two copies the link rests
+/// for some 3 us, which large copies spread; but the ring must stay within the last-level cache, so that the copy engine reads what
+/// the readers wrote from there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct UploadOptions {
     /// Bytes of a staging buffer and of a copy: a power of two, at least a leaf and at most a segment.
@@ -73,12 +75,19 @@ pub struct UploadOptions {
     pub residency: Residency,
 }
 
+/// Readers where nothing is said: three for every four processors, as copies, hashes and the rest of a start need some too;
+/// more than sixteen fill no link that there is.
+pub fn default_readers() -> usize {
+    let processors = std::thread::available_parallelism().map_or(1, usize::from);
+    (processors * 3).div_ceil(4).min(16)
+}
+
 impl Default for UploadOptions {
     fn default() -> Self {
         Self {
-            chunk_bytes: 4 << 20,
+            chunk_bytes: 8 << 20,
             depth: 16,
-            readers: 10,
+            readers: default_readers(),
             io: IoMode::Auto,
             drop_cache: false,
             residency: Residency::Auto,
@@ -87,6 +96,19 @@ impl Default for UploadOptions {
 }
 
 impl UploadOptions {
+    /// Touched memory for the ring of an image of that many bytes, to be made while the driver starts; see
+    /// [`crate::load::Accelerator::stock`]. Less where the system has no more: buffers are then made as they are needed.
+    pub fn touched(&self, image_bytes: u64) -> Vec<HugePages> {
+        let options = self.checked();
+        let buffers = options.buffers(image_bytes);
+        (0..buffers).map_while(|_| HugePages::new(options.chunk_bytes as usize).ok()).collect()
+    }
+
+    /// Buffers that an image of that many bytes can use.
+    pub(super) fn buffers(&self, image_bytes: u64) -> usize {
+        usize::try_from(image_bytes.div_ceil(self.chunk_bytes)).map_or(self.depth, |chunks| chunks.min(self.depth))
+    }
+
     /// The nearest options that work: chunks of whole leaves that divide a segment, at least two buffers and one reader.
     pub fn checked(mut self) -> Self {
         let chunk = self.chunk_bytes.clamp(LEAF_BYTES, SEGMENT_BYTES);

@@ -7,7 +7,7 @@ use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 /// Fewest buffers with which reading and copying overlap.
 const LEAST: usize = 2;
 
-/// Staging buffers, made when they are first needed, so that pinning them overlaps with the first reads.
+/// Staging buffers, made ahead by [`Ring::prepare`] or when they are first needed.
 pub(super) struct Ring<'a, A: Accelerator> {
     accelerator: &'a A,
     buffer_bytes: usize,
@@ -23,8 +23,9 @@ struct State<A: Accelerator> {
     /// Buffers that there should be.
     depth: usize,
     pinned: bool,
-    /// The load has failed: nobody gets a buffer any more.
+    /// Nobody gets a buffer any more: the load has failed, or nothing is left to read.
     closed: bool,
+    failure: Option<LoadError>,
     warning: Option<String>,
 }
 
@@ -36,7 +37,7 @@ enum Slot<A: Accelerator> {
 impl<'a, A: Accelerator> Ring<'a, A> {
     pub(super) fn new(accelerator: &'a A, buffer_bytes: usize, depth: usize) -> Self {
         let slots = VecDeque::with_capacity(depth);
-        let state = State { slots, made: 0, depth, pinned: true, closed: false, warning: None };
+        let state = State { slots, made: 0, depth, pinned: true, closed: false, failure: None, warning: None };
         Self { accelerator, buffer_bytes, state: Mutex::new(state), changed: Condvar::new() }
     }
 
@@ -62,6 +63,34 @@ impl<'a, A: Accelerator> Ring<'a, A> {
                 }
                 None if state.made < state.depth => return self.make(state),
                 None => state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner),
+            }
+        }
+    }
+
+    /// Makes the buffers that there should be, until the ring is closed.
+    pub(super) fn prepare(&self) -> Result<(), LoadError> {
+        loop {
+            let state = self.lock();
+            if state.closed || state.made >= state.depth {
+                return Ok(());
+            }
+            match self.make(state)? {
+                Some(buffer) => self.idle(buffer),
+                None => return Ok(()),
+            }
+        }
+    }
+
+    /// Closes the ring, waits for copies, and unlocks and frees their buffers, until nothing is left. Several readers do it at
+    /// once, while others still fill their last buffers.
+    pub(super) fn retire(&self) -> Result<(), LoadError> {
+        self.close();
+        loop {
+            let slot = self.lock().slots.pop_front();
+            match slot {
+                Some(Slot::Idle(buffer)) => drop(buffer),
+                Some(Slot::Busy(copy)) => drop(self.accelerator.wait(copy)?),
+                None => return Ok(()),
             }
         }
     }
@@ -110,6 +139,17 @@ impl<'a, A: Accelerator> Ring<'a, A> {
     pub(super) fn close(&self) {
         self.lock().closed = true;
         self.changed.notify_all();
+    }
+
+    /// Remembers the first failure and closes the ring.
+    pub(super) fn fail(&self, error: LoadError) {
+        self.lock().failure.get_or_insert(error);
+        self.close();
+    }
+
+    /// The first failure, once.
+    pub(super) fn failure(&self) -> Result<(), LoadError> {
+        self.lock().failure.take().map_or(Ok(()), Err)
     }
 
     /// Waits for all copies; gives what to warn of.

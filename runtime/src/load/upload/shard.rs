@@ -60,7 +60,7 @@ pub fn load_shard<A: Accelerator>(
     };
     let start = Instant::now();
     let warning = shard.run(options.readers)?;
-    report.uploaded(start.elapsed(), share.bytes());
+    report.uploaded(start.elapsed().as_secs_f64(), share.bytes());
     report.notes.extend(warning);
     let arena = report.phase("seal", || accelerator.seal(memory))?;
     report.ledger = Some(accelerator.ledger().totals());

@@ -142,6 +142,8 @@ impl Source {
         let result = match (&self.map, &segment.direct) {
             (Some(map), _) => {
                 let from = offset as usize;
+                // One call maps all pages; a fault each takes longer than the copy.
+                map.populate(from, len);
                 room[..len].copy_from_slice(&map.bytes()[from..from + len]);
                 map.release(from, len);
                 Ok(())
