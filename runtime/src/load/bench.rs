@@ -220,7 +220,12 @@ impl LoadBench {
                 let direct = self.direct_rate.map(|direct| format!(", {:.3} of the disk", load.rate / direct));
                 let moments = load.timeline.map(|t| {
                     let [first, read, arrived] = [t.first_copy, t.read, t.arrived].map(|seconds| seconds * 1e3);
-                    format!("; first copy {first:.1} ms, all read {read:.1}, all there {arrived:.1}")
+                    let of_readers = 100.0 / (t.read * options.readers as f64);
+                    let (reading, waiting) = (t.reading * of_readers, t.waiting * of_readers);
+                    format!(
+                        "; first copy {first:.1} ms, all read {read:.1}, all there {arrived:.1}; \
+                         readers read {reading:.0} % and wait {waiting:.0} %"
+                    )
                 });
                 let (rate, direct, moments) = (gb(load.rate), direct.unwrap_or_default(), moments.unwrap_or_default());
                 text.push_str(&format!("    {:.3} s, {rate}, {share:.3} of the link{direct}{moments}\n", load.seconds));

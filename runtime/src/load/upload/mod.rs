@@ -214,7 +214,7 @@ impl<A: Accelerator> Upload<'_, A> {
     /// What one reader does until no chunk is left.
     fn read(&self, hashes: &Sender<(u64, A::Hash)>) -> Result<(), LoadError> {
         // The buffer comes first, so that whoever has taken a chunk can go on.
-        while let Some(mut buffer) = self.ring.acquire()? {
+        while let Some(mut buffer) = self.clock.waiting(|| self.ring.acquire())? {
             let index = self.next.fetch_add(1, Ordering::Relaxed);
             if index >= self.chunks() {
                 self.clock.read();
@@ -222,7 +222,7 @@ impl<A: Accelerator> Upload<'_, A> {
             }
             let offset = index * self.chunk;
             let len = self.chunk.min(self.source.len() - offset);
-            self.fill(&mut buffer, offset, len)?;
+            self.clock.reading(|| self.fill(&mut buffer, offset, len))?;
             let piece = Piece { from: 0, len: len as usize, to: offset };
             self.ring.busy(self.accelerator.copy(buffer, &[piece], self.memory)?);
             self.clock.copied();
