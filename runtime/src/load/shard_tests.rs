@@ -74,18 +74,18 @@ fn ranks_at_once<A: Peek>(devices: &[A]) {
     let size = devices.len() as u32;
     let mut owners = vec![0u32; bundle.manifest().image.size as usize];
     let loaded: Vec<_> = std::thread::scope(|scope| {
-        let load = |(rank, device)| {
+        let mut threads = Vec::new();
+        for (rank, device) in (0..).zip(devices) {
             let bundle = &bundle;
-            scope.spawn(move || {
+            threads.push(scope.spawn(move || {
                 let share = Share::new(bundle, rank, size).unwrap();
                 let before = device.ledger().totals();
                 let resident = load_shard(device, bundle, &share, Verify::Device, &options(), &|_| ()).unwrap();
                 let after = device.ledger().totals();
                 assert_eq!(after.allocations - before.allocations, 1);
                 (device.bytes(&resident.arena), after.copied_bytes - before.copied_bytes)
-            })
-        };
-        let threads: Vec<_> = (0..).zip(devices).map(load).collect();
+            }));
+        }
         threads.into_iter().map(|thread| thread.join().unwrap()).collect()
     });
     for (rank, (arena, copied)) in loaded.into_iter().enumerate() {

@@ -56,7 +56,7 @@ impl Clock {
         timed(&self.waiting, wait)
     }
 
-    /// A reader has nothing left to read.
+    /// A chunk has been read.
     pub(super) fn read(&self) {
         self.read.fetch_max(self.now(), Ordering::Relaxed);
     }

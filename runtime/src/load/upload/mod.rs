@@ -30,7 +30,6 @@ use clock::Clock;
 use ring::Ring;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
-use std::time::Instant;
 use vt_bundle::Bundle;
 use vt_bundle::hash::{Digest, LEAF_BYTES, leaf_count, leaf_digest};
 use vt_bundle::manifest::Placement;
@@ -76,7 +75,8 @@ pub fn load_image<A: Accelerator>(
         ring.close();
         result
     })?;
-    report.notes.extend(ring.finish()?);
+    let warning = report.phase("release-staging", || ring.finish())?;
+    report.notes.extend(warning);
     report.timeline = Some(timeline);
     let arena = report.phase("seal", || accelerator.seal(memory))?;
     report.ledger = Some(accelerator.ledger().totals());
@@ -123,10 +123,8 @@ fn load_copied<A: Accelerator>(
         clock: Clock::start(),
         progress,
     };
-    let start = Instant::now();
     let timeline = upload.run(options.readers)?;
     report.uploaded(timeline.arrived, bytes);
-    report.took("release-staging", start.elapsed().as_secs_f64() - timeline.arrived);
     Ok((memory, timeline))
 }
 
@@ -184,27 +182,24 @@ struct Upload<'a, A: Accelerator> {
 impl<A: Accelerator> Upload<'_, A> {
     fn run(self, readers: usize) -> Result<Timeline, LoadError> {
         let (sender, receiver) = channel();
-        let mut checked = None;
         std::thread::scope(|scope| {
             for _ in 0..readers.min(self.chunks().max(1) as usize) {
                 let sender = sender.clone();
                 let upload = &self;
                 scope.spawn(move || {
-                    let read = upload.read(&sender);
-                    // The end of all senders tells the checker that no hash follows.
-                    drop(sender);
-                    if let Err(error) = read.and_then(|()| upload.ring.retire()) {
+                    if let Err(error) = upload.read(&sender) {
                         upload.ring.fail(error);
                     }
                 });
             }
             drop(sender);
             self.check(&receiver);
-            // What the device has hashed has arrived.
-            checked = (self.verify == Verify::Device).then(|| self.clock.arrived());
         });
-        self.ring.failure()?;
-        Ok(checked.unwrap_or_else(|| self.clock.arrived()))
+        if let Some(error) = self.ring.failure() {
+            return Err(error);
+        }
+        self.ring.drain()?;
+        Ok(self.clock.arrived())
     }
 
     fn chunks(&self) -> u64 {
@@ -217,12 +212,13 @@ impl<A: Accelerator> Upload<'_, A> {
         while let Some(mut buffer) = self.clock.waiting(|| self.ring.acquire())? {
             let index = self.next.fetch_add(1, Ordering::Relaxed);
             if index >= self.chunks() {
-                self.clock.read();
+                self.ring.idle(buffer);
                 return Ok(());
             }
             let offset = index * self.chunk;
             let len = self.chunk.min(self.source.len() - offset);
             self.clock.reading(|| self.fill(&mut buffer, offset, len))?;
+            self.clock.read();
             let piece = Piece { from: 0, len: len as usize, to: offset };
             self.ring.busy(self.accelerator.copy(buffer, &[piece], self.memory)?);
             self.clock.copied();

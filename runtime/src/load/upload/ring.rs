@@ -81,18 +81,17 @@ impl<'a, A: Accelerator> Ring<'a, A> {
         }
     }
 
-    /// Closes the ring, waits for copies, and unlocks and frees their buffers, until nothing is left. Several readers do it at
-    /// once, while others still fill their last buffers.
-    pub(super) fn retire(&self) -> Result<(), LoadError> {
-        self.close();
-        loop {
-            let slot = self.lock().slots.pop_front();
-            match slot {
-                Some(Slot::Idle(buffer)) => drop(buffer),
-                Some(Slot::Busy(copy)) => drop(self.accelerator.wait(copy)?),
-                None => return Ok(()),
-            }
+    /// Waits for all copies. Buffers stay locked: to unlock one takes the driver as long as a copy, and would hold up copies
+    /// that are being submitted.
+    pub(super) fn drain(&self) -> Result<(), LoadError> {
+        let slots = std::mem::take(&mut self.lock().slots);
+        for slot in slots {
+            self.idle(match slot {
+                Slot::Idle(buffer) => buffer,
+                Slot::Busy(copy) => self.accelerator.wait(copy)?,
+            });
         }
+        Ok(())
     }
 
     /// Makes one more buffer. Where pinning fails, the ring stays as small as it is; where that is too small, ordinary memory
@@ -148,8 +147,8 @@ impl<'a, A: Accelerator> Ring<'a, A> {
     }
 
     /// The first failure, once.
-    pub(super) fn failure(&self) -> Result<(), LoadError> {
-        self.lock().failure.take().map_or(Ok(()), Err)
+    pub(super) fn failure(&self) -> Option<LoadError> {
+        self.lock().failure.take()
     }
 
     /// Waits for all copies; gives what to warn of.
