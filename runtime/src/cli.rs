@@ -268,7 +268,7 @@ pub struct UploadArgs {
     /// Staging buffers.
     #[arg(long, value_name = "N", env = "VT_UPLOAD_DEPTH", default_value_t = 16, value_parser = clap::value_parser!(u16).range(2..=4096))]
     pub upload_depth: u16,
-    /// Threads that read; three for every four processors, at most 16, where absent.
+    /// Threads that read; seven for every eight processors, at most 16, where absent.
     #[arg(long, value_name = "N", env = "VT_UPLOAD_READERS", value_parser = clap::value_parser!(u16).range(1..=256))]
     pub upload_readers: Option<u16>,
     /// Drop the files from the page cache once they are read.

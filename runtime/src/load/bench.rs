@@ -5,6 +5,7 @@ use super::{Accelerator, LoadError, Piece, Verify};
 use crate::stats::human_bytes;
 use rustix::fs::Advice;
 use serde::Serialize;
+use std::collections::VecDeque;
 use std::fs::File;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
@@ -114,29 +115,35 @@ pub fn run<A: Accelerator<Memory = M, Arena = M>, M: Send + Sync>(
     Ok(LoadBench { device: accelerator.name(), image_bytes, link_rates, direct_rate, hash_rate, settings })
 }
 
-/// Copies alternate between two buffers, so that one is always under way.
+/// Copies alternate between two buffers, so that one is always under way. Timed from an idle link to the end of the last copy.
 fn link_rate<A: Accelerator>(accelerator: &A) -> Result<f64, LoadError> {
     let whole = |i: u64| Piece { from: 0, len: LINK_BUFFER, to: i * LINK_BUFFER as u64 };
     let memory = accelerator.allocate(2 * LINK_BUFFER as u64)?;
-    let mut copies = Vec::new();
-    for i in 0..2u64 {
+    let mut buffers = VecDeque::new();
+    for i in 0..2 {
         let mut buffer = accelerator.buffer(LINK_BUFFER, true)?;
-        buffer.as_mut().fill(i as u8 + 1);
-        copies.push(accelerator.copy(buffer, &[whole(i)], &memory)?);
+        buffer.as_mut().fill(i + 1);
+        buffers.push_back(buffer);
     }
+    let rounds = LINK_BYTES / 3 / LINK_BUFFER as u64;
     let mut best = 0f64;
     for _ in 0..3 {
         let start = Instant::now();
-        let rounds = LINK_BYTES / 3 / LINK_BUFFER as u64;
+        let mut copies = VecDeque::new();
         for i in 0..rounds {
-            let buffer = accelerator.wait(copies.remove(0))?;
-            copies.push(accelerator.copy(buffer, &[whole(i % 2)], &memory)?);
+            let buffer = match buffers.pop_front() {
+                Some(buffer) => buffer,
+                None => match copies.pop_front() {
+                    Some(copy) => accelerator.wait(copy)?,
+                    None => break,
+                },
+            };
+            copies.push_back(accelerator.copy(buffer, &[whole(i % 2)], &memory)?);
         }
-        // Each round waits for an older copy and starts one: as many are done as started.
+        for copy in copies {
+            buffers.push_back(accelerator.wait(copy)?);
+        }
         best = best.max((rounds * LINK_BUFFER as u64) as f64 / start.elapsed().as_secs_f64());
-    }
-    for copy in copies {
-        accelerator.wait(copy)?;
     }
     drop(accelerator.seal(memory)?);
     Ok(best)

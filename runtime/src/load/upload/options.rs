@@ -75,11 +75,11 @@ pub struct UploadOptions {
     pub residency: Residency,
 }
 
-/// Readers where nothing is said: three for every four processors, as copies, hashes and the rest of a start need some too;
-/// more than sixteen fill no link that there is.
+/// Readers where nothing is said: seven for every eight processors, as copies and hashes need some too; more than sixteen fill
+/// no link that there is.
 pub fn default_readers() -> usize {
     let processors = std::thread::available_parallelism().map_or(1, usize::from);
-    (processors * 3).div_ceil(4).min(16)
+    (processors * 7).div_ceil(8).min(16)
 }
 
 impl Default for UploadOptions {
