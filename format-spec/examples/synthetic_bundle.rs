@@ -159,6 +159,9 @@ struct Run {
     fill: Fill,
 }
 
+/// Name, K, and the names and rows of the parts.
+type Matrix<'a> = (&'a str, u64, &'a [(&'a str, u64)]);
+
 /// Places tensors one after the other.
 #[derive(Default)]
 struct Builder {
@@ -209,7 +212,7 @@ impl Builder {
         &mut self,
         path: &str,
         count: u64,
-        matrices: &[(&str, u64, &[(&str, u64)])],
+        matrices: &[Matrix<'_>],
     ) -> Result<(), Box<dyn Error>> {
         let record_offset = self.end.next_multiple_of(RECORD_ALIGN);
         self.end = record_offset;
