@@ -208,12 +208,7 @@ impl Builder {
     }
 
     /// Records of `count` experts, each with the planes of all `matrices`: name, K and parts.
-    fn experts(
-        &mut self,
-        path: &str,
-        count: u64,
-        matrices: &[Matrix<'_>],
-    ) -> Result<(), Box<dyn Error>> {
+    fn experts(&mut self, path: &str, count: u64, matrices: &[Matrix<'_>]) -> Result<(), Box<dyn Error>> {
         let record_offset = self.end.next_multiple_of(RECORD_ALIGN);
         self.end = record_offset;
         let mut placed = Vec::new();
