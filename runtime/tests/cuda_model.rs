@@ -243,7 +243,7 @@ fn check_choices(name: &str, model: &mut CudaModel) {
         top_k: [0, 40, 0][s / 3],
         top_p: [1.0, 0.9, 1.0][s / 3],
         min_p: [0.0, 0.0, 0.05][s / 3],
-        repetition_penalty: if s % 2 == 0 { 1.0 } else { 1.2 },
+        repetition_penalty: if s.is_multiple_of(2) { 1.0 } else { 1.2 },
         presence_penalty: if s == 4 { 0.5 } else { 0.0 },
         frequency_penalty: if s == 5 { 0.3 } else { 0.0 },
         logit_bias: if s == 7 { vec![(5, 3.0), (6, -2.0)] } else { Vec::new() },
