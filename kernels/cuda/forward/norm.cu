@@ -27,20 +27,41 @@ __device__ __forceinline__ float inverse_rms(float sum, uint32_t width, float ep
 
 // out [R, width] = x / sqrt(mean(x^2) + eps) * weight; row r of the result is of row rows[r] of x [T, width], or of row r
 // where `rows` is null. One block a row.
-extern "C" __global__ void vt_rms_norm(const float* x, const uint32_t* rows, const float* weight, __nv_bfloat16* out,
-                                       uint32_t width, float eps) {
-    let_next_start();
-    wait_for_previous();
+extern "C" __global__ void __launch_bounds__(1024)
+vt_rms_norm(const float* x, const uint32_t* rows, const float* weight, __nv_bfloat16* out, uint32_t width, float eps) {
+    // Fours of a row that a thread keeps in registers; wider rows are read twice.
+    constexpr uint32_t kKept = 2;
     __shared__ float partial[32];
+    let_next_start();
+    const bool kept = width % 4 == 0 && width <= 4 * kKept * blockDim.x;
+    float4 weights[kKept], values[kKept];
+    if (kept) {
+        // Weights do not depend on what runs before.
+#pragma unroll
+        for (uint32_t j = 0; j < kKept; ++j) {
+            const uint32_t i = threadIdx.x + j * blockDim.x;
+            if (i < width / 4) weights[j] = load4(weight, i);
+        }
+    }
+    wait_for_previous();
     const uint64_t from = rows == nullptr ? blockIdx.x : rows[blockIdx.x];
     const float* row = x + from * width;
     __nv_bfloat16* to = out + static_cast<uint64_t>(blockIdx.x) * width;
     float sum = 0.0f;
-    if (width % 4 == 0) {
-        for (uint32_t i = threadIdx.x; i < width / 4; i += blockDim.x) sum += squares(load4(row, i));
+    if (kept) {
+#pragma unroll
+        for (uint32_t j = 0; j < kKept; ++j) {
+            const uint32_t i = threadIdx.x + j * blockDim.x;
+            if (i < width / 4) {
+                values[j] = load4(row, i);
+                sum += squares(values[j]);
+            }
+        }
         const float factor = inverse_rms(block_sum(sum, partial), width, eps);
-        for (uint32_t i = threadIdx.x; i < width / 4; i += blockDim.x) {
-            reinterpret_cast<Bf16x4*>(to)[i] = narrow(scaled(load4(row, i), load4(weight, i), factor));
+#pragma unroll
+        for (uint32_t j = 0; j < kKept; ++j) {
+            const uint32_t i = threadIdx.x + j * blockDim.x;
+            if (i < width / 4) reinterpret_cast<Bf16x4*>(to)[i] = narrow(scaled(values[j], weights[j], factor));
         }
         return;
     }
