@@ -1,8 +1,8 @@
 //! The forward pass on a CUDA device.
 //!
-//! - [`constants`]: vectors as f32; [`network`]: the graph with addresses instead of names;
-//! - [`step`], [`choose`]: what a step sends; [`workspace`]: where every buffer lies;
-//! - [`forward`]: the launches of a pass.
+//! - `constants`: vectors as f32; `network`: the graph with addresses instead of names;
+//! - `step`, `choose`: what a step sends; `workspace`: where every buffer lies;
+//! - `forward`: the launches of a pass.
 //!
 //! Weights stay where the load has put them: matrices are addresses in the arena. Everything else is three allocations, made
 //! before the first step: cache, workspace, and page-locked memory for what goes to the device and comes back. Activations
