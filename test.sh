@@ -33,7 +33,7 @@ say "Formatting"
 cargo fmt --all --check
 
 say "Source is ASCII"
-if LC_ALL=C git grep -nP '[^\x00-\x7F]' -- '*.rs' '*.toml' '*.sh'; then
+if LC_ALL=C git grep -nP '[^\x00-\x7F]' -- '*.rs' '*.toml' '*.sh' '*.py' '*.cu' '*.cuh'; then
     echo "non-ASCII characters in source files" >&2
     exit 1
 fi
@@ -82,6 +82,8 @@ fi
 for program in docker-registry skopeo openssl; do
     command -v $program >/dev/null 2>&1 || skip "$program is not installed: tests of stores are incomplete"
 done
+
+[ "${VT_TEST_CUDA:-}" = 1 ] || skip "VT_TEST_CUDA is not 1: tests that need a GPU are left out; see tests/device/pack.sh"
 
 say "Tests"
 export VT_TEST_BIN_DIR=$bin

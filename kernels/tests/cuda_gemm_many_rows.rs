@@ -26,7 +26,7 @@ struct Device {
 
 fn device() -> Option<Device> {
     if std::env::var("VT_TEST_CUDA").as_deref() != Ok("1") {
-        eprintln!("VT_TEST_CUDA is not 1: nothing tested");
+        eprintln!("SKIPPED: VT_TEST_CUDA=1 runs this on a device");
         return None;
     }
     let context = CudaContext::new(0).unwrap();
@@ -178,7 +178,7 @@ fn encodings_shapes_and_forms() {
     for (c, (decode, group)) in cases.into_iter().enumerate() {
         let spec = encoding::find(decode).unwrap();
         // Rows from fewer than the smallest tile of tokens has to several tiles; N from less than one tile of a block on.
-        for (i, m) in [5, 17, 33, 64, 100, 200, 520].into_iter().enumerate() {
+        for (i, m) in [9, 16, 17, 33, 64, 100, 200, 520].into_iter().enumerate() {
             let parts: &[u64] = match (c + i) % 3 {
                 0 => &[100, 64, 7],
                 1 => &[1500],

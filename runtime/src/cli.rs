@@ -15,7 +15,7 @@ pub use subcommands::{Bench, Chat};
 ///
 /// Without --prompt, --chat, --prompt-ids, --plan or --load-only it serves.
 ///
-/// Exit codes: 0 ok, 2 usage, 3 bundle or architecture invalid, 4 integrity failure, 5 device or memory, 6 I/O.
+/// Exit codes: 0 ok, 1 bench had requests that failed, 2 usage, 3 bundle or architecture invalid, 4 integrity failure, 5 device or memory, 6 I/O.
 #[derive(Clone, Debug, Parser)]
 #[command(name = "vt-run", version, max_term_width = 120)]
 pub struct Cli {
@@ -220,7 +220,7 @@ impl Cli {
     /// A command line out of a test.
     #[cfg(all(test, feature = "remote"))]
     pub(crate) fn parse_for_test(args: &[&str]) -> Self {
-        Self::try_parse_from([&["vt-run"], args].concat()).unwrap()
+        Self::try_parse_from([&["vt-run"], args].concat()).unwrap_or_else(|error| panic!("{error}"))
     }
 }
 
@@ -228,7 +228,7 @@ impl Cli {
 #[derive(Clone, Debug, clap::Args)]
 #[command(next_help_heading = "Device")]
 pub struct DeviceArgs {
-    /// auto, cpu, cuda or cuda:N. auto takes the CPU where there is no GPU.
+    /// auto, cpu, cuda or cuda:N. auto takes the CPU where there is no GPU or this build has no CUDA kernels.
     #[arg(long, value_name = "DEVICE", env = "VT_DEVICE", default_value = "auto")]
     pub device: DeviceName,
     /// Compute threads on the CPU; all processors that the process may use where absent.
@@ -238,7 +238,7 @@ pub struct DeviceArgs {
     #[arg(long, value_enum, env = "VT_ACTIVATIONS", default_value = "int8")]
     pub activations: ActivationsArg,
     /// Make every text the same, bit for bit, whatever is computed beside it and whatever is in the prefix cache. With
-    /// 8-bit activations on the CPU, prompts take up to twice as long.
+    /// 8-bit activations on the CPU prompts take up to twice as long; on a GPU products take 16 rows at a time, which slows prompts.
     #[arg(long, env = "VT_DETERMINISTIC")]
     pub deterministic: bool,
     /// Submit every kernel of a step to the GPU instead of replaying recorded steps; slower, for diagnosis.
@@ -309,8 +309,8 @@ pub struct MemoryArgs {
     /// Tokens of one step; longer prompts are computed in pieces. Where absent, 512 on the CPU and 2048 on a GPU.
     #[arg(long, value_name = "N", env = "VT_MAX_NUM_BATCHED_TOKENS", value_parser = clap::value_parser!(u32).range(1..=65536))]
     pub max_num_batched_tokens: Option<u32>,
-    /// Stored type of keys and values. On the CPU f32 or f16; auto is f32 with --activations f32, else f16. On a GPU bf16 or
-    /// fp8 (E4M3, with the scales that the checkpoint came with); auto is bf16.
+    /// Stored type of keys and values. On the CPU f32, f16 or fp8; auto is f32 with --activations f32, else f16. On a GPU
+    /// bf16 or fp8; auto is bf16. fp8 is E4M3 with the scales that the checkpoint came with.
     #[arg(long, value_enum, env = "VT_KV_CACHE_DTYPE", default_value = "auto")]
     pub kv_cache_dtype: KvCacheDtype,
     /// Size of the key/value cache; where absent, on the CPU enough for all sequences, at most 4 GiB and what is available; on a

@@ -9,6 +9,8 @@
 //! BLAKE3 is the one in the bundle's manifest, whose own BLAKE3 is the bundle id. The functions block; the asynchronous work
 //! behind them runs on threads that a [`Client`] owns.
 
+#![forbid(unsafe_code)]
+
 mod cache;
 mod client;
 mod contents;

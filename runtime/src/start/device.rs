@@ -273,6 +273,10 @@ pub(super) struct OpenedDevice {
 impl OpenedDevice {
     /// Opens the bundle, plans, and makes a context.
     pub(super) fn open(cli: &Cli, index: u32, startup: &mut Startup) -> Result<Self, Failure> {
+        if cli.device.tp_size > 1 {
+            let reason = "--tp-size above 1 needs --load-only".to_owned();
+            return Err(LoadError::Device { device: format!("cuda:{index}"), reason }.into());
+        }
         let (bundle, config, plan, accelerator) = open_device(cli, index, startup)?;
         let limits = StepLimits { context: plan.max_model_len, ..limits(cli, &config) };
         let options = CudaModelOptions {

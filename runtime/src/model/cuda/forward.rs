@@ -299,7 +299,8 @@ impl Pass<'_> {
 
     fn experts(&self, experts: &DeviceExperts, target: Target) -> Result<(), CudaError> {
         let (Some(moe), Some(kernels)) = (&self.config.moe, &self.kernels.moe) else {
-            return Ok(());
+            let what = "a model without a number of experts".to_owned();
+            return Err(CudaError::Unsupported { op: "experts", what });
         };
         let (tokens, hidden) = (self.shape.tokens, self.config.hidden_size);
         let (top_k, count) = (moe.top_k, moe.num_experts);
