@@ -1,7 +1,7 @@
 //! Promises 3 and 8: the same bytes whatever happens on the way, and output that is complete or not there.
 
 use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::Stdio;
 use std::time::{Duration, Instant};
 
 use vt_tests::disks::Tmpfs;
