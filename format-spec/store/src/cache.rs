@@ -291,10 +291,14 @@ impl Cache {
             return Ok(pruned);
         }
         let locks = self.root.join("locks");
+        if !locks.is_dir() && !self.root.join("info").is_dir() {
+            let reason = "is no cache of vt: it has bundles/, but neither info/ nor locks/; nothing was removed";
+            return Err(StoreError::Unsupported { place: self.root.display().to_string(), reason: reason.to_owned() });
+        }
         std::fs::create_dir_all(&locks).map_err(StoreError::io(&locks))?;
         let _all = self.try_lock(ALL)?.ok_or_else(|| StoreError::Busy { path: self.root.clone() })?;
         let before = self.blob_bytes()?;
-        for name in names(&self.root.join("bundles"))?.iter().filter(|name| !is_digest(name)) {
+        for name in names(&self.root.join("bundles"))?.iter().filter(|name| is_unfinished(name, ".partial")) {
             remove_tree(&self.root.join("bundles").join(name))?;
         }
         self.remove_unused()?;
@@ -323,11 +327,16 @@ impl Cache {
         Ok(rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive).is_ok().then_some(file))
     }
 
+    /// Blobs, whole and unfinished; what else somebody put there is none of ours.
+    fn blobs(&self) -> Result<Vec<PathBuf>, StoreError> {
+        let blobs = self.root.join("blobs");
+        let ours = names(&blobs)?.into_iter().filter(|name| is_digest(name) || is_unfinished(name, ".part"));
+        Ok(ours.map(|name| blobs.join(name)).collect())
+    }
+
     /// Removes blobs that no bundle links to, unfinished ones included.
     fn remove_unused(&self) -> Result<(), StoreError> {
-        let blobs = self.root.join("blobs");
-        for name in names(&blobs)? {
-            let path = blobs.join(name);
+        for path in self.blobs()? {
             if path.metadata().is_ok_and(|meta| meta.nlink() == 1) {
                 std::fs::remove_file(&path).map_err(StoreError::io(&path))?;
             }
@@ -336,9 +345,13 @@ impl Cache {
     }
 
     fn blob_bytes(&self) -> Result<u64, StoreError> {
-        let blobs = self.root.join("blobs");
-        Ok(names(&blobs)?.iter().map(|name| blobs.join(name).metadata().map_or(0, |meta| meta.len())).sum())
+        Ok(self.blobs()?.iter().map(|path| path.metadata().map_or(0, |meta| meta.len())).sum())
     }
+}
+
+/// Whether a name is that of something unfinished: a digest and an ending.
+fn is_unfinished(name: &str, ending: &str) -> bool {
+    name.strip_suffix(ending).is_some_and(is_digest)
 }
 
 /// Names in a folder; none where there is no folder.
@@ -374,4 +387,32 @@ fn link(blob: &Path, target: &Path) -> Result<(), StoreError> {
         return Ok(());
     }
     std::fs::copy(blob, target).map(|_| ()).map_err(StoreError::io(target))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pruning_removes_nothing_but_what_a_cache_makes() {
+        let root = tempfile::tempdir().unwrap();
+        let hex = "a".repeat(64);
+        for name in ["bundles/mine", &format!("bundles/{hex}.partial"), "blobs"] {
+            std::fs::create_dir_all(root.path().join(name)).unwrap();
+        }
+        let (foreign, blob, part) =
+            ("blobs/thesis.txt".to_owned(), format!("blobs/{hex}"), format!("blobs/{hex}.part"));
+        for name in [&foreign, &blob, &part] {
+            std::fs::write(root.path().join(name), "text").unwrap();
+        }
+        let there = |name: &str| root.path().join(name).exists();
+        let cache = Cache::new(root.path().to_owned());
+        let error = cache.prune(0).unwrap_err();
+        assert!(error.to_string().contains("no cache of vt") && error.exit_code() == 2, "{error}");
+        assert!(there(&blob) && there(&part) && !there("locks"));
+        std::fs::create_dir(root.path().join("info")).unwrap();
+        cache.prune(0).unwrap();
+        assert!(there("bundles/mine") && there(&foreign));
+        assert!(!there(&blob) && !there(&part) && !there(&format!("bundles/{hex}.partial")));
+    }
 }

@@ -16,6 +16,7 @@ mod client;
 mod contents;
 mod credentials;
 mod download;
+mod environment;
 mod error;
 mod hashing;
 mod objects;

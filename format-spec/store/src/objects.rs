@@ -31,6 +31,7 @@ use rustix::fs::FlockOperation;
 use serde::{Deserialize, Serialize};
 
 use crate::contents::{Contents, Entry};
+use crate::environment;
 use crate::error::{StoreError, causes};
 use crate::progress::Meter;
 use crate::reference::{Location, Pin, Reference, is_digest};
@@ -119,7 +120,11 @@ impl Objects {
         let mut folder = None;
         let built: Result<Arc<dyn ObjectStore>, object_store::Error> = match *scheme {
             "s3" => {
-                let builder = AmazonS3Builder::from_env();
+                let settings = environment::variables(&place, "AWS_")?.into_iter();
+                let settings =
+                    settings.filter_map(|(name, value)| Some((name.to_ascii_lowercase().parse().ok()?, value)));
+                let builder =
+                    settings.fold(AmazonS3Builder::new(), |builder, (key, value)| builder.with_config(key, value));
                 let endpoint = [AmazonS3ConfigKey::S3Endpoint, AmazonS3ConfigKey::Endpoint];
                 let endpoint = endpoint.iter().find_map(|key| builder.get_config_value(key)).unwrap_or_default();
                 let http = plain_http || is_loopback_url(&endpoint) || allows_http("AWS_ALLOW_HTTP");
@@ -132,6 +137,7 @@ impl Objects {
                 builder.with_client_options(options).with_retry(retry).build().map(|s| Arc::new(s) as _)
             }
             "az" => {
+                environment::variables(&place, "AZURE_")?;
                 let builder = MicrosoftAzureBuilder::from_env().with_container_name(bucket);
                 let endpoint = std::env::var("AZURE_STORAGE_ENDPOINT").or_else(|_| std::env::var("AZURE_ENDPOINT"));
                 let http = plain_http || endpoint.is_ok_and(|e| is_loopback_url(&e)) || allows_http("AZURE_ALLOW_HTTP");

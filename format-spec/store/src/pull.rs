@@ -42,6 +42,8 @@ pub(crate) async fn pull(
     jobs: usize,
     progress: &Arc<dyn Progress>,
 ) -> Result<Pulled, StoreError> {
+    // Without a slash at its end, which would put the unfinished work into the folder itself.
+    let dir: &Path = &dir.components().collect::<PathBuf>();
     if dir.symlink_metadata().is_ok() {
         return Err(StoreError::Exists { path: dir.to_owned() });
     }
@@ -85,6 +87,7 @@ pub(crate) async fn pull(
 
 /// Makes or takes over the folder of unfinished work. What an earlier run left of another bundle is removed.
 fn claim(partial: &Path, id: &str) -> Result<File, StoreError> {
+    refuse_links(partial)?;
     std::fs::create_dir_all(partial).map_err(StoreError::io(partial))?;
     let lock = File::open(partial).map_err(StoreError::io(partial))?;
     if rustix::fs::flock(&lock, FlockOperation::NonBlockingLockExclusive).is_err() {
@@ -109,6 +112,27 @@ fn claim(partial: &Path, id: &str) -> Result<File, StoreError> {
     }
     std::fs::write(&marker, id).map_err(StoreError::io(&marker))?;
     Ok(lock)
+}
+
+/// Refuses a folder of unfinished work that is, or has below it, anything but folders and regular files: through a link
+/// the work would go to a place that nobody named.
+fn refuse_links(path: &Path) -> Result<(), StoreError> {
+    let kind = match path.symlink_metadata() {
+        Ok(meta) => meta.file_type(),
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(()),
+        Err(e) => return Err(StoreError::io(path)(e)),
+    };
+    if !kind.is_dir() && !kind.is_file() {
+        let reason =
+            "is a link or no regular file, within a folder of unfinished work; remove it or choose another folder";
+        return Err(StoreError::Unsupported { place: path.display().to_string(), reason: reason.to_owned() });
+    }
+    if kind.is_dir() {
+        for entry in std::fs::read_dir(path).map_err(StoreError::io(path))? {
+            refuse_links(&entry.map_err(StoreError::io(path))?.path())?;
+        }
+    }
+    Ok(())
 }
 
 /// Sees that the folder is the bundle and nothing else, and moves it into place.
@@ -160,4 +184,24 @@ pub(crate) fn write_synced(path: &Path, bytes: &[u8]) -> Result<(), StoreError> 
 
 pub(crate) fn sync_folder(dir: &Path) -> Result<(), StoreError> {
     File::open(dir).and_then(|folder| folder.sync_all()).map_err(StoreError::io(dir))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn unfinished_work_goes_through_no_link() {
+        let root = tempfile::tempdir().unwrap();
+        let (elsewhere, partial) = (root.path().join("elsewhere"), root.path().join("out.partial"));
+        std::fs::create_dir(&elsewhere).unwrap();
+        std::os::unix::fs::symlink(&elsewhere, &partial).unwrap();
+        assert!(matches!(claim(&partial, "id"), Err(StoreError::Unsupported { .. })));
+        std::fs::remove_file(&partial).unwrap();
+        drop(claim(&partial, "id").unwrap());
+        std::fs::create_dir(partial.join("segments")).unwrap();
+        std::os::unix::fs::symlink(elsewhere.join("file"), partial.join("segments/image-00000.bin")).unwrap();
+        assert!(matches!(claim(&partial, "id"), Err(StoreError::Unsupported { .. })));
+        assert!(std::fs::read_dir(&elsewhere).unwrap().next().is_none());
+    }
 }

@@ -158,7 +158,7 @@ impl FromStr for Reference {
         let objects = |scheme, rest: &str| {
             let (bucket, key) = rest.split_once('/').ok_or_else(|| wrong("expected bucket/name"))?;
             let (prefix, name) = split_name(key);
-            if bucket.is_empty() || !is_name(name) || !prefix.split('/').all(|part| prefix.is_empty() || is_name(part))
+            if !is_bucket(bucket) || !is_name(name) || !prefix.split('/').all(|part| prefix.is_empty() || is_name(part))
             {
                 return Err(wrong("expected bucket/prefix/name of letters, digits, _ . and -"));
             }
@@ -232,6 +232,11 @@ fn is_name(text: &str) -> bool {
     is_tag(text) && text != ".."
 }
 
+fn is_bucket(text: &str) -> bool {
+    let ok = |b: u8| b.is_ascii_alphanumeric() || b"_.-".contains(&b);
+    text.bytes().all(ok) && text.bytes().next().is_some_and(|b| b.is_ascii_alphanumeric())
+}
+
 fn is_repository(text: &str) -> bool {
     let part = |part: &str| {
         !part.is_empty()
@@ -280,6 +285,10 @@ mod tests {
             "oci://host/x@sha256:12".to_owned(),
             "oci://host/../x".to_owned(),
             "s3://bucket".to_owned(),
+            "s3://buc ket/x".to_owned(),
+            "s3://buc\nket/x".to_owned(),
+            "s3://[/x".to_owned(),
+            "s3://../x".to_owned(),
             "s3://bucket/../../x".to_owned(),
             "file://relative/x".to_owned(),
             format!("s3://bucket/x@sha256:{id}"),

@@ -3,6 +3,7 @@
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
 use std::path::PathBuf;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
 use bytes::Bytes;
@@ -11,6 +12,7 @@ use futures_util::stream::{self, BoxStream};
 use sha2::{Digest, Sha256};
 use tokio::sync::mpsc;
 
+use crate::contents::Entry;
 use crate::error::StoreError;
 use crate::progress::Meter;
 
@@ -84,6 +86,44 @@ pub(crate) fn hashed(stream: ByteStream, hasher: &Arc<Mutex<Sha256>>) -> ByteStr
         .boxed()
 }
 
+/// Passes on what must be a file of a bundle, without its first `skip` bytes. Its end is withheld until size and BLAKE3
+/// hold, so that whoever waits for `entry.size` bytes never has a whole file that is another one.
+pub(crate) fn checked(stream: ByteStream, entry: &Entry, mut skip: u64) -> ByteStream {
+    let entry = entry.clone();
+    let size = {
+        let (what, expected) = (entry.path.clone(), entry.size);
+        move |found| StoreError::Size { place: "source".to_owned(), what: what.clone(), found, expected }
+    };
+    let short = size.clone();
+    let seen = Arc::new(AtomicU64::new(0));
+    let (passed, len) = (seen.clone(), entry.size);
+    let mut hasher = blake3::Hasher::new();
+    let pieces = stream.map(move |piece| {
+        let mut piece = piece?;
+        let total = passed.load(Ordering::Relaxed) + piece.len() as u64;
+        passed.store(total, Ordering::Relaxed);
+        if total > entry.size {
+            return Err(size(total));
+        }
+        hasher.update(&piece);
+        if total == entry.size
+            && let found = hasher.finalize().to_hex()
+            && found.as_str() != entry.blake3
+        {
+            let (found, expected) = (format!("blake3:{found}"), format!("blake3:{}", entry.blake3));
+            return Err(StoreError::Digest { place: "source".to_owned(), what: entry.path.clone(), found, expected });
+        }
+        let passed = skip.min(piece.len() as u64);
+        skip -= passed;
+        Ok(piece.split_off(passed as usize))
+    });
+    let end = stream::once(async move {
+        let found = seen.load(Ordering::Relaxed);
+        (found < len).then(|| Err(short(found)))
+    });
+    pieces.chain(end.filter_map(|end| async { end })).boxed()
+}
+
 /// Keeps the first error that passes, for a consumer that hides the causes of its failures.
 pub(crate) fn watched(
     stream: ByteStream,
@@ -139,4 +179,48 @@ pub(crate) fn sha256(bytes: &[u8]) -> String {
 pub(crate) fn hex(bytes: &[u8]) -> String {
     const DIGITS: &[u8; 16] = b"0123456789abcdef";
     bytes.iter().flat_map(|b| [DIGITS[usize::from(b >> 4)], DIGITS[usize::from(b & 15)]]).map(char::from).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::contents::Kind;
+
+    fn through(bytes: &[u8], promised: &[u8], skip: u64) -> (Vec<u8>, Option<StoreError>) {
+        let entry = Entry {
+            path: "file".to_owned(),
+            size: promised.len() as u64,
+            blake3: blake3::hash(promised).to_hex().to_string(),
+            sha256: None,
+            kind: Kind::Weights,
+        };
+        let pieces: Vec<_> = bytes.chunks(3).map(|piece| Ok(Bytes::copy_from_slice(piece))).collect();
+        let mut checked = checked(stream::iter(pieces).boxed(), &entry, skip);
+        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+        runtime.block_on(async {
+            let mut passed = Vec::new();
+            while let Some(piece) = checked.next().await {
+                match piece {
+                    Ok(piece) => passed.extend_from_slice(&piece),
+                    Err(error) => return (passed, Some(error)),
+                }
+            }
+            (passed, None)
+        })
+    }
+
+    #[test]
+    fn another_file_is_never_passed_on_whole() {
+        assert!(matches!(through(b"weights", b"weights", 0), (passed, None) if passed == b"weights"));
+        assert!(matches!(through(b"weights", b"weights", 4), (passed, None) if passed == b"hts"));
+        for skip in [0, 4] {
+            let (passed, error) = through(b"weighty", b"weights", skip);
+            assert!(matches!(error, Some(StoreError::Digest { .. })), "{error:?}");
+            assert!((passed.len() as u64) < 7 - skip);
+        }
+        for other in [&b"weight"[..], b"weights and more", b""] {
+            let (_, error) = through(other, b"weights", 0);
+            assert!(matches!(error, Some(StoreError::Size { .. })), "{error:?}");
+        }
+    }
 }

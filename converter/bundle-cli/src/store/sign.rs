@@ -1,5 +1,6 @@
 //! `vt-bundle sign`, and the part of `verify` that is about signatures.
 
+use std::fs::File;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -46,22 +47,25 @@ pub fn run(args: &Args) -> Result<Outcome, Failure> {
     let client = args.connection.client(1)?;
     let progress: Arc<dyn Progress> = Arc::new(TransferBar::new(args.quiet));
     let attach = args.attach.as_ref().map(ReferenceArg::read).transpose()?;
-    let (signature, attach, mut file) = match args.bundle.place()? {
-        Place::Folder(dir) => {
-            let signature = client.sign_folder(&dir, &key, &progress)?;
-            let beside = attach.is_none().then(|| beside(&dir));
-            (signature, attach, args.signature.clone().or(beside))
-        }
-        Place::Store(reference) => {
-            let signature = client.sign_stored(&reference, &key, &progress)?;
-            (signature, attach.or(Some(reference)), args.signature.clone())
-        }
+    let bundle = args.bundle.place()?;
+    let file = match (&args.signature, &bundle) {
+        (Some(file), _) => Some(file.clone()),
+        (None, Place::Folder(dir)) if attach.is_none() => Some(beside(dir)),
+        _ => None,
+    };
+    // Before the bundle is read, which may take long.
+    if let Some(path) = file.as_ref().filter(|path| path.symlink_metadata().is_ok()) {
+        return Err(exists(path));
+    }
+    let (signature, attach) = match bundle {
+        Place::Folder(dir) => (client.sign_folder(&dir, &key, &progress)?, attach),
+        Place::Store(reference) => (client.sign_stored(&reference, &key, &progress)?, attach.or(Some(reference))),
     };
     if let Some(reference) = &attach {
         client.attach(reference, &signature)?;
     }
-    if let Some(path) = &mut file {
-        std::fs::write(&*path, &signature).map_err(|e| Failure::Other(format!("{}: {e}", path.display()), 6))?;
+    if let Some(path) = &file {
+        write_new(path, &signature)?;
     }
     if args.json {
         let attached = attach.as_ref().map(Reference::to_string);
@@ -80,6 +84,19 @@ pub fn run(args: &Args) -> Result<Outcome, Failure> {
     Ok(Outcome::Clean)
 }
 
+/// Writes a file that must not be there yet.
+fn write_new(path: &Path, bytes: &[u8]) -> Result<(), Failure> {
+    let written = File::create_new(path).and_then(|mut file| file.write_all(bytes));
+    written.map_err(|e| match e.kind() {
+        std::io::ErrorKind::AlreadyExists => exists(path),
+        _ => Failure::Other(format!("{}: {e}", path.display()), 6),
+    })
+}
+
+fn exists(path: &Path) -> Failure {
+    Failure::Other(format!("{}: exists; remove it or choose another file with --signature", path.display()), 2)
+}
+
 /// Beside the bundle, for no hash covers a file that is in its folder and not in its manifest.
 fn beside(dir: &Path) -> PathBuf {
     let whole = std::fs::canonicalize(dir).unwrap_or_else(|_| dir.to_owned());
@@ -94,7 +111,7 @@ pub struct SignatureArgs {
     #[arg(long, env = "VT_SIGNATURE", value_name = "FILE|REFERENCE", requires = "key")]
     signature: Option<ReferenceArg>,
     /// Public key that the signature must be by: ECDSA P-256 or P-384, PEM
-    #[arg(long, env = "VT_KEY", value_name = "FILE")]
+    #[arg(long, env = "VT_KEY", value_name = "FILE", requires = "signature")]
     key: Option<PathBuf>,
     #[command(flatten)]
     connection: ConnectionArgs,
@@ -123,4 +140,35 @@ fn read(path: &Path) -> Result<Vec<u8>, Failure> {
         return Err(Failure::Other(format!("{}: {len} bytes are no signature", path.display()), 3));
     }
     std::fs::read(path).map_err(failed)
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+
+    #[derive(Parser)]
+    struct Verify {
+        #[command(flatten)]
+        signature: SignatureArgs,
+    }
+
+    #[test]
+    fn a_key_without_a_signature_is_refused() {
+        assert!(Verify::try_parse_from(["verify", "--key", "pub.pem"]).is_err_and(|e| e.exit_code() == 2));
+        let both = Verify::try_parse_from(["verify", "--key", "pub.pem", "--signature", "x.sig.json"]).unwrap();
+        assert!(both.signature.key.is_some());
+    }
+
+    #[test]
+    fn a_signature_replaces_no_file() {
+        let path = std::env::temp_dir().join(format!("vt-sign-{}.json", std::process::id()));
+        write_new(&path, b"one").unwrap();
+        let again = write_new(&path, b"two");
+        let kept = std::fs::read(&path).unwrap();
+        std::fs::remove_file(&path).unwrap();
+        assert!(matches!(again, Err(Failure::Other(_, 2))));
+        assert_eq!(kept, b"one");
+    }
 }

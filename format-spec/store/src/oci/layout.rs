@@ -2,7 +2,7 @@
 
 use std::fs::File;
 use std::hash::{BuildHasher, Hasher};
-use std::io::Write;
+use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
@@ -17,6 +17,8 @@ use crate::stream::{self, ByteStream};
 const REF_NAME: &str = "org.opencontainers.image.ref.name";
 const MARKER: &str = "oci-layout";
 const INDEX: &str = "index.json";
+/// Largest index that is read.
+const MAX_INDEX: u64 = 16 << 20;
 
 /// A layout, open or about to be made.
 #[derive(Debug)]
@@ -36,16 +38,11 @@ impl Layout {
     fn index(&self) -> Result<ImageIndex, StoreError> {
         let path = self.dir.join(INDEX);
         let place = self.dir.display().to_string();
-        match std::fs::read(&path) {
-            Ok(bytes) => serde_json::from_slice(&bytes)
+        match read_regular(&path, INDEX, MAX_INDEX)? {
+            Some(bytes) => serde_json::from_slice(&bytes)
                 .map_err(|e| StoreError::NotABundle { place, reason: format!("{INDEX} is no image index: {e}") }),
-            Err(e) if e.kind() == std::io::ErrorKind::NotFound && self.dir.join(MARKER).exists() => {
-                Ok(ImageIndex::default())
-            }
-            Err(e) if e.kind() == std::io::ErrorKind::NotFound => {
-                Err(StoreError::NotFound { place, what: "no OCI image layout is there".to_owned() })
-            }
-            Err(e) => Err(StoreError::io(&path)(e)),
+            None if self.dir.join(MARKER).exists() => Ok(ImageIndex::default()),
+            None => Err(StoreError::NotFound { place, what: "no OCI image layout is there".to_owned() }),
         }
     }
 
@@ -62,30 +59,37 @@ impl Layout {
 
     /// The manifest of a tag (`sha256:...` for a digest), with its digest; `None` where there is no such tag.
     pub(crate) fn manifest(&self, tag: &str) -> Result<Option<(Vec<u8>, String)>, StoreError> {
-        let digest = match tag.strip_prefix("sha256:") {
-            Some(hex) => hex.to_owned(),
+        let (digest, size) = match tag.strip_prefix("sha256:") {
+            Some(hex) => (hex.to_owned(), None),
             None => {
                 let index = self.index()?;
                 let tagged = |d: &&Descriptor| d.annotations.get(REF_NAME).is_some_and(|name| name == tag);
-                // `skopeo` writes no name where its destination has none: a single manifest is meant then.
-                let only =
-                    || index.manifests.first().filter(|d| index.manifests.len() == 1 && d.annotations.is_empty());
-                match index.manifests.iter().find(tagged).or_else(only).and_then(Descriptor::sha256) {
-                    Some(hex) => hex.to_owned(),
+                match index.manifests.iter().find(tagged).and_then(|d| Some((d.sha256()?, d.size))) {
+                    Some((hex, size)) => (hex.to_owned(), Some(size)),
                     None => return Ok(None),
                 }
             }
         };
         let path = self.blob_path(&digest);
-        match path.metadata() {
-            Ok(meta) if meta.len() > MAX_MANIFEST => {
-                let (place, what) = (path.display().to_string(), "manifest".to_owned());
-                Err(StoreError::Size { place, what, found: meta.len(), expected: MAX_MANIFEST })
-            }
-            Ok(_) => Ok(Some((std::fs::read(&path).map_err(StoreError::io(&path))?, format!("sha256:{digest}")))),
-            Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(None),
-            Err(e) => Err(StoreError::io(&path)(e)),
+        let Some(bytes) = read_regular(&path, "manifest", MAX_MANIFEST)? else { return Ok(None) };
+        let (place, what, found) = (path.display().to_string(), "manifest".to_owned(), bytes.len() as u64);
+        if let Some(expected) = size.filter(|size| *size != found) {
+            return Err(StoreError::Size { place, what, found, expected });
         }
+        let found = stream::sha256(&bytes);
+        if found != digest {
+            let (found, expected) = (format!("sha256:{found}"), format!("sha256:{digest}"));
+            return Err(StoreError::Digest { place, what, found, expected });
+        }
+        Ok(Some((bytes, format!("sha256:{digest}"))))
+    }
+
+    /// What is meant where no tag is given: the digest of a single manifest without a name, as `skopeo` writes it where
+    /// its destination has none.
+    pub(crate) fn unnamed(&self) -> Result<Option<String>, StoreError> {
+        let index = self.index()?;
+        let only = index.manifests.first().filter(|d| index.manifests.len() == 1 && d.annotations.is_empty());
+        Ok(only.and_then(Descriptor::sha256).map(|hex| format!("sha256:{hex}")))
     }
 
     /// Stores a manifest and gives it a tag; without a tag it is found by its digest or as a referrer.
@@ -133,6 +137,9 @@ impl Layout {
             }
             _ => StoreError::io(&path)(e),
         })?;
+        if !len.is_file() {
+            return Err(irregular(&path));
+        }
         Ok(stream::from_file(path, offset, len.len().saturating_sub(offset)))
     }
 
@@ -174,6 +181,30 @@ impl Layout {
     }
 }
 
+/// A small file of a layout; `None` where it is not there. Anything but a regular file could block or never end.
+fn read_regular(path: &Path, what: &str, limit: u64) -> Result<Option<Vec<u8>>, StoreError> {
+    let meta = match path.metadata() {
+        Ok(meta) => meta,
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(None),
+        Err(e) => return Err(StoreError::io(path)(e)),
+    };
+    if !meta.is_file() {
+        return Err(irregular(path));
+    }
+    let mut bytes = Vec::new();
+    let read = File::open(path).and_then(|file| file.take(limit + 1).read_to_end(&mut bytes));
+    read.map_err(StoreError::io(path))?;
+    if bytes.len() as u64 > limit {
+        let (place, what) = (path.display().to_string(), what.to_owned());
+        return Err(StoreError::Size { place, what, found: meta.len().max(limit + 1), expected: limit });
+    }
+    Ok(Some(bytes))
+}
+
+fn irregular(path: &Path) -> StoreError {
+    StoreError::NotABundle { place: path.display().to_string(), reason: "expected a regular file".to_owned() }
+}
+
 /// A name that nobody else uses at the same time.
 fn random_name() -> String {
     // Every `RandomState` has other keys.
@@ -186,5 +217,56 @@ struct Partial<'a>(&'a Path);
 impl Drop for Partial<'_> {
     fn drop(&mut self) {
         let _ = std::fs::remove_file(self.0);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A layout with one manifest under the tag `v1`.
+    fn layout(dir: &Path, name: Option<&str>) -> (Layout, String) {
+        let layout = Layout::new(dir);
+        layout.prepare().unwrap();
+        let bytes = br#"{"schemaVersion":2}"#;
+        let descriptor = Descriptor::new(crate::oci::model_pack::MANIFEST_TYPE, bytes);
+        let hex = descriptor.sha256().unwrap().to_owned();
+        layout.put_manifest(name, bytes, descriptor).unwrap();
+        (layout, hex)
+    }
+
+    #[test]
+    fn a_manifest_must_have_the_digest_that_names_it() {
+        let root = tempfile::tempdir().unwrap();
+        let (layout, hex) = layout(root.path(), Some("v1"));
+        assert!(layout.manifest("v1").unwrap().is_some());
+        let path = layout.blob_path(&hex);
+        std::fs::write(&path, br#"{"schemaVersion":3}"#).unwrap();
+        for tag in ["v1".to_owned(), format!("sha256:{hex}")] {
+            let error = layout.manifest(&tag).unwrap_err();
+            assert!(matches!(error, StoreError::Digest { .. }) && error.exit_code() == 4, "{error}");
+        }
+        std::fs::write(&path, b"{}").unwrap();
+        assert!(matches!(layout.manifest("v1"), Err(StoreError::Size { .. })));
+    }
+
+    #[test]
+    fn a_tag_that_is_given_must_be_there() {
+        let root = tempfile::tempdir().unwrap();
+        let (layout, hex) = layout(root.path(), None);
+        assert!(layout.manifest("v1").unwrap().is_none());
+        assert_eq!(layout.unnamed().unwrap(), Some(format!("sha256:{hex}")));
+    }
+
+    #[test]
+    fn an_index_is_a_file_of_bounded_size() {
+        let root = tempfile::tempdir().unwrap();
+        let (layout, _) = layout(root.path(), Some("v1"));
+        let index = root.path().join(INDEX);
+        File::create(&index).unwrap().set_len(MAX_INDEX + 1).unwrap();
+        assert!(matches!(layout.manifests(), Err(StoreError::Size { .. })));
+        std::fs::remove_file(&index).unwrap();
+        std::os::unix::fs::symlink("/dev/zero", &index).unwrap();
+        assert!(matches!(layout.manifests(), Err(StoreError::NotABundle { .. })));
     }
 }

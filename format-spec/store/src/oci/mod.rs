@@ -1,5 +1,6 @@
 //! Stores in OCI form: registries and layouts on disk.
 
+mod fetch;
 mod layout;
 pub(crate) mod model_pack;
 mod registry;
@@ -62,8 +63,11 @@ impl Oci {
     /// Finds a bundle and reads its manifest; every digest on the way is checked, and the pin.
     pub(crate) async fn resolve(&self, reference: &Reference, meter: &Meter) -> Result<Remote, StoreError> {
         let place = reference.to_string();
-        let tag = match &reference.pin {
-            Some(Pin::Sha256(hex)) => format!("sha256:{hex}"),
+        let tag = match (&reference.pin, self) {
+            (Some(Pin::Sha256(hex)), _) => format!("sha256:{hex}"),
+            (_, Self::Layout(layout)) if reference.tag.is_none() => {
+                layout.unnamed()?.unwrap_or_else(|| reference.tag_or_default().to_owned())
+            }
             _ => reference.tag_or_default().to_owned(),
         };
         if let Self::Registry(registry) = self {
@@ -183,7 +187,7 @@ impl Oci {
                 loop {
                     meter.set(0);
                     let written = async {
-                        let bytes = stream::counted(source.open(entry, 0).await?, meter);
+                        let bytes = stream::counted(source.open_checked(entry, 0).await?, meter);
                         layout.write_blob(bytes, entry.sha256.as_deref(), &entry.path).await
                     };
                     match written.await {
@@ -220,7 +224,11 @@ impl Oci {
         let (manifest, config) = model_pack::build(contents, &reference.name())?;
         let descriptor = Descriptor::new(MANIFEST_TYPE, &manifest);
         let tag = reference.tag_or_default();
-        let present = persistently(meter, || self.manifest(tag)).await?;
+        let present = match persistently(meter, || self.manifest(tag)).await {
+            // What is damaged is written anew.
+            Err(StoreError::Digest { .. } | StoreError::Size { .. }) => None,
+            other => other?,
+        };
         if present.is_some_and(|(_, digest)| digest == descriptor.digest) {
             return Ok(descriptor.digest);
         }

@@ -1,6 +1,6 @@
-//! An OCI registry: manifests, tags, blobs by range, referrers. Uploads are in [`super::upload`].
+//! An OCI registry: logging in, blobs by range, writing manifests. What it answers in a few bytes is in
+//! [`super::fetch`], uploads are in [`super::upload`].
 
-use std::collections::BTreeSet;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -14,7 +14,7 @@ use tokio::sync::Mutex;
 
 use crate::credentials;
 use crate::error::{StoreError, causes};
-use crate::oci::model_pack::{Descriptor, INDEX_TYPE, ImageIndex, MANIFEST_TYPE, MAX_MANIFEST, to_bytes};
+use crate::oci::model_pack::{Descriptor, INDEX_TYPE, ImageIndex, to_bytes};
 use crate::stream::ByteStream;
 
 /// How long a token is used before a new one is asked for. The specification promises 60 s.
@@ -22,10 +22,7 @@ const TOKEN_AGE: Duration = Duration::from_secs(45);
 /// A connection that does not come about in this time is given up.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 /// A connection on which nothing comes for this long is given up.
-const READ_TIMEOUT: Duration = Duration::from_secs(60);
-/// Pages of tags that are read at most.
-const MAX_TAG_PAGES: usize = 1000;
-
+pub(super) const READ_TIMEOUT: Duration = Duration::from_secs(60);
 /// A repository of a registry.
 pub(crate) struct Registry {
     client: Client,
@@ -34,6 +31,7 @@ pub(crate) struct Registry {
     repository: String,
     pub(super) scheme: &'static str,
     pub(super) auth: RegistryAuth,
+    pull_token: Mutex<Option<(Instant, Option<String>)>>,
     push_token: Mutex<Option<(Instant, Option<String>)>>,
     pub(super) place: String,
 }
@@ -85,7 +83,17 @@ impl Registry {
             .map_err(|e| system(&e))?;
         let scheme = if plain { "http" } else { "https" };
         let (host, repository) = (host.to_owned(), repository.to_owned());
-        Ok(Self { client, http, host, repository, scheme, auth, push_token: Mutex::default(), place })
+        Ok(Self {
+            client,
+            http,
+            host,
+            repository,
+            scheme,
+            auth,
+            pull_token: Mutex::default(),
+            push_token: Mutex::default(),
+            place,
+        })
     }
 
     fn image(&self, tag: &str) -> Reference {
@@ -115,39 +123,29 @@ impl Registry {
         let operation = if push { RegistryOperation::Push } else { RegistryOperation::Pull };
         let token = self.client.auth(&self.image("latest"), &self.auth, operation).await;
         let token = token.map_err(|e| self.error("login", e))?;
-        if push {
-            *self.push_token.lock().await = Some((Instant::now(), token));
-        }
+        let slot = if push { &self.push_token } else { &self.pull_token };
+        *slot.lock().await = Some((Instant::now(), token));
         Ok(())
     }
 
     /// The token for a push; `None` where there is none to send. `stale` asks for a new one.
     pub(super) async fn push_token(&self, stale: bool) -> Result<Option<String>, StoreError> {
-        let fresh = self.push_token.lock().await.clone().filter(|(since, _)| !stale && since.elapsed() < TOKEN_AGE);
+        self.token(true, stale).await
+    }
+
+    /// The same for what only reads.
+    pub(super) async fn pull_token(&self, stale: bool) -> Result<Option<String>, StoreError> {
+        self.token(false, stale).await
+    }
+
+    async fn token(&self, push: bool, stale: bool) -> Result<Option<String>, StoreError> {
+        let slot = if push { &self.push_token } else { &self.pull_token };
+        let fresh = slot.lock().await.clone().filter(|(since, _)| !stale && since.elapsed() < TOKEN_AGE);
         if let Some((_, token)) = fresh {
             return Ok(token);
         }
-        self.login(true).await?;
-        Ok(self.push_token.lock().await.clone().and_then(|(_, token)| token))
-    }
-
-    /// The manifest of a tag or digest, with its digest; `None` where there is none.
-    pub(crate) async fn manifest(&self, tag: &str) -> Result<Option<(Vec<u8>, String)>, StoreError> {
-        let accepted = [MANIFEST_TYPE, INDEX_TYPE];
-        match self.client.pull_manifest_raw(&self.image(tag), &self.auth, &accepted).await {
-            Ok((bytes, _)) if bytes.len() as u64 > MAX_MANIFEST => {
-                let (place, what) = (self.place.clone(), "manifest".to_owned());
-                Err(StoreError::Size { place, what, found: bytes.len() as u64, expected: MAX_MANIFEST })
-            }
-            Ok((bytes, _)) => {
-                let digest = format!("sha256:{}", crate::stream::sha256(&bytes));
-                Ok(Some((bytes.into(), digest)))
-            }
-            Err(e) => match self.error("manifest", e) {
-                StoreError::NotFound { .. } => Ok(None),
-                other => Err(other),
-            },
-        }
+        self.login(push).await?;
+        Ok(slot.lock().await.clone().and_then(|(_, token)| token))
     }
 
     /// Stores a manifest under a tag or its digest.
@@ -202,39 +200,6 @@ impl Registry {
             Ok(piece.split_off(passed as usize))
         });
         Ok(pieces.boxed())
-    }
-
-    /// All tags.
-    pub(crate) async fn tags(&self) -> Result<Vec<String>, StoreError> {
-        let mut tags = BTreeSet::new();
-        let mut last: Option<String> = None;
-        for _ in 0..MAX_TAG_PAGES {
-            let page = self.client.list_tags(&self.image("latest"), &self.auth, None, last.as_deref()).await;
-            let page = page.map_err(|e| self.error("tags", e))?.tags;
-            last = page.last().cloned();
-            // A registry that knows no pages says the same again.
-            if page.into_iter().filter(|tag| tags.insert(tag.clone())).count() == 0 {
-                break;
-            }
-        }
-        Ok(tags.into_iter().collect())
-    }
-
-    /// The manifests of a type that refer to a manifest.
-    pub(crate) async fn referrers(&self, digest: &str, artifact_type: &str) -> Result<Vec<Descriptor>, StoreError> {
-        self.client.store_auth_if_needed(&self.address(), &self.auth).await;
-        let index = self.client.pull_referrers(&self.image(digest), Some(artifact_type)).await;
-        let index = index.map_err(|e| self.error("referrers", e))?;
-        let described = index.manifests.into_iter().filter(|m| m.artifact_type.as_deref() == Some(artifact_type));
-        Ok(described
-            .map(|m| Descriptor {
-                media_type: m.media_type,
-                digest: m.digest,
-                size: u64::try_from(m.size).unwrap_or(0),
-                artifact_type: m.artifact_type,
-                annotations: Default::default(),
-            })
-            .collect())
     }
 
     /// Notes a referrer in the index that stands for the referrers API where a registry has none: the tag

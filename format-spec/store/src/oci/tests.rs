@@ -120,3 +120,28 @@ fn an_upload_whose_digest_is_not_known_begins_anew() {
     assert!(!error.to_string().contains("hunter2"), "{error}");
     assert!(seen.lock().unwrap().sessions > 1);
 }
+
+#[test]
+fn answers_without_an_end_are_not_read() {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = listener.local_addr().unwrap().port();
+    std::thread::spawn(move || {
+        for connection in listener.incoming() {
+            let mut stream = connection.unwrap();
+            let mut lines = BufReader::new(stream.try_clone().unwrap()).lines().map_while(Result::ok);
+            let first = lines.next().unwrap_or_default();
+            lines.take_while(|line| !line.is_empty()).for_each(drop);
+            let head = b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n";
+            let _ = stream.write_all(head);
+            // Until the client goes away, but for the question whether this is a registry.
+            while !first.starts_with("GET /v2/ ") && stream.write_all(&[b' '; 65536]).is_ok() {}
+        }
+    });
+    let _ = rustls::crypto::ring::default_provider().install_default();
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
+    let registry = Registry::new(&format!("127.0.0.1:{port}"), "x", false).unwrap();
+    let refused = |error: StoreError| assert!(error.to_string().contains("at most"), "{error}");
+    refused(runtime.block_on(registry.manifest("v1")).unwrap_err());
+    refused(runtime.block_on(registry.tags()).unwrap_err());
+    refused(runtime.block_on(registry.referrers(&format!("sha256:{}", "a".repeat(64)), "x")).unwrap_err());
+}

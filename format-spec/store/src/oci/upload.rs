@@ -79,7 +79,7 @@ impl Registry {
         meter: &Meter,
     ) -> Result<String, StoreError> {
         if at < entry.size {
-            let mut bytes = stream::counted(source.open(entry, at).await?, meter);
+            let mut bytes = stream::counted(source.open_checked(entry, at).await?, meter);
             if let Some(hasher) = hasher {
                 bytes = stream::hashed(bytes, hasher);
             }
@@ -160,7 +160,7 @@ impl Registry {
     }
 
     /// A request with credentials, if it goes to the registry that they belong to.
-    fn request(&self, method: Method, url: &Url, token: Option<&str>) -> RequestBuilder {
+    pub(super) fn request(&self, method: Method, url: &Url, token: Option<&str>) -> RequestBuilder {
         let request = self.http.request(method, url.clone());
         let home = Url::parse(&format!("{}://{}", self.scheme, self.address())).ok();
         if home.is_none_or(|home| home.origin() != url.origin()) {
@@ -204,7 +204,7 @@ impl Registry {
         location.and_then(|text| base.join(text).ok()).ok_or_else(|| self.malformed(what, "the answer has no Location"))
     }
 
-    fn malformed(&self, what: &str, reason: &str) -> StoreError {
+    pub(super) fn malformed(&self, what: &str, reason: &str) -> StoreError {
         let (place, what, reason) = (self.place.clone(), what.to_owned(), reason.to_owned());
         StoreError::Transfer { place, what, reason, transient: false }
     }
