@@ -4,16 +4,16 @@
 
 mod common;
 
+use common::device::{Device, rounded};
 use common::{Random, encodings};
 use half::{bf16, f16};
-use std::sync::Arc;
 use vt_bundle::codec::ggml::raw;
 use vt_kernels::activation::{self, Gate};
 use vt_kernels::cuda::elementwise::{Columns, ElementwiseKernels, Placing};
 use vt_kernels::cuda::gemm::{DeviceMatrix, EmbeddingKernels, Gemm};
 use vt_kernels::cuda::kv_cache::{CudaKvCache, CudaKvType, KvRows, KvScales, KvWriter, NO_SLOT};
 use vt_kernels::cuda::norm::{HeadRows, NormKernels};
-use vt_kernels::cuda::{CudaContext, CudaGraph, CudaStream, DeviceMemory, Inbox, Outbox};
+use vt_kernels::cuda::{CudaGraph, DeviceMemory, Inbox, Outbox};
 use vt_kernels::kv_cache::KvShape;
 use vt_kernels::norm::{rms_norm, rms_norm_heads};
 use vt_kernels::rope::{RopeScaling, Rotation, inverse_frequencies};
@@ -23,60 +23,6 @@ use vt_kernels::{Context, FloatType, RawWeight, RowsWeight, Weight};
 const POISON: f32 = -7777.0;
 /// Half a unit in the last place of bf16, and what the order of f32 sums changes.
 const BF16: f32 = 1.0 / 256.0;
-
-struct Device {
-    context: Arc<CudaContext>,
-    stream: CudaStream,
-}
-
-impl Device {
-    /// `None`, which skips the test, unless the run asks for a device.
-    fn open() -> Option<Self> {
-        if std::env::var_os("VT_TEST_CUDA").is_none_or(|v| v != "1") {
-            eprintln!("SKIPPED: VT_TEST_CUDA=1 runs this on a device");
-            return None;
-        }
-        let context = CudaContext::new(0).unwrap();
-        let stream = CudaStream::new(&context).unwrap();
-        Some(Self { context, stream })
-    }
-
-    fn bytes(&self, bytes: &[u8]) -> DeviceMemory {
-        let memory = DeviceMemory::new(&self.context, bytes.len() as u64, "test").unwrap();
-        memory.write(0, bytes).unwrap();
-        memory
-    }
-
-    fn floats(&self, values: &[f32]) -> DeviceMemory {
-        self.bytes(&values.iter().flat_map(|v| v.to_le_bytes()).collect::<Vec<_>>())
-    }
-
-    fn halves(&self, values: &[f32]) -> DeviceMemory {
-        self.bytes(&values.iter().flat_map(|v| bf16::from_f32(*v).to_le_bytes()).collect::<Vec<_>>())
-    }
-
-    fn words(&self, values: &[u32]) -> DeviceMemory {
-        self.bytes(&values.iter().flat_map(|v| v.to_le_bytes()).collect::<Vec<_>>())
-    }
-
-    fn read_floats(&self, memory: &DeviceMemory) -> Vec<f32> {
-        self.stream.synchronize().unwrap();
-        let mut bytes = vec![0; memory.len() as usize];
-        memory.read(0, &mut bytes).unwrap();
-        bytes.as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b)).collect()
-    }
-
-    fn read_halves(&self, memory: &DeviceMemory) -> Vec<f32> {
-        self.stream.synchronize().unwrap();
-        let mut bytes = vec![0; memory.len() as usize];
-        memory.read(0, &mut bytes).unwrap();
-        bytes.as_chunks::<2>().0.iter().map(|b| bf16::from_le_bytes(*b).to_f32()).collect()
-    }
-}
-
-fn rounded(values: Vec<f32>) -> Vec<f32> {
-    values.into_iter().map(|v| bf16::from_f32(v).to_f32()).collect()
-}
 
 /// Every element within `tolerance` of its own magnitude, or of `floor`.
 fn assert_near(what: &str, got: &[f32], expected: &[f32], tolerance: f32, floor: f32) {

@@ -5,48 +5,20 @@
 
 mod common;
 
+use common::device::{POISON, Products};
 use common::{Random, RandomMatrix, encodings};
 use half::bf16;
 use std::ops::Range;
-use std::sync::Arc;
 use vt_bundle::codec::ggml::raw;
-use vt_kernels::cuda::gemm::{DeviceMatrix, ExpertGroups, Gemm, GemmRequest, OutType};
-use vt_kernels::cuda::{CudaContext, CudaError, CudaStream, DeviceMemory};
+use vt_kernels::cuda::gemm::{DeviceMatrix, ExpertGroups, GemmRequest, OutType};
+use vt_kernels::cuda::{CudaError, DeviceMemory};
 use vt_kernels::{FloatType, RawWeight, RowsWeight, Weight, reference};
 
 /// Elements beyond each row and rows beyond the last that no kernel may touch.
 const MARGIN: usize = 3;
-/// What memory holds before a launch: a NaN as f32 and as bf16.
-const POISON: u8 = 0xFF;
 
-struct Device {
-    context: Arc<CudaContext>,
-    stream: CudaStream,
-    gemm: Gemm,
-}
-
-/// The first device, or `None` where this run is not to use one.
-fn device() -> Option<Device> {
-    if std::env::var("VT_TEST_CUDA").as_deref() != Ok("1") {
-        eprintln!("SKIPPED: VT_TEST_CUDA=1 runs this on a device");
-        return None;
-    }
-    let context = CudaContext::new(0).unwrap();
-    let stream = CudaStream::new(&context).unwrap();
-    let gemm = Gemm::new(&context).unwrap();
-    Some(Device { context, stream, gemm })
-}
-
-impl Device {
-    fn memory(&self, bytes: &[u8]) -> DeviceMemory {
-        let memory = DeviceMemory::new(&self.context, bytes.len() as u64, "test").unwrap();
-        memory.write(0, bytes).unwrap();
-        memory
-    }
-
-    fn workspace(&self, matrix: &DeviceMatrix, m: usize) -> DeviceMemory {
-        self.memory(&vec![0; self.gemm.workspace_bytes(matrix, m as u32) as usize])
-    }
+fn workspace(device: &Products, matrix: &DeviceMatrix, m: usize) -> DeviceMemory {
+    device.bytes(&vec![0; device.gemm.workspace_bytes(matrix, m as u32) as usize])
 }
 
 /// How a product is asked for.
@@ -81,7 +53,15 @@ fn activations(random: &mut Random, m: usize, k: usize, stride: usize) -> (Vec<f
 
 /// Compares every logical element of one product, and that nothing beside it was written.
 #[allow(clippy::needless_range_loop)]
-fn check(device: &Device, what: &str, weight: &Weight<'_>, logical: &[Range<usize>], m: usize, form: Form, seed: u64) {
+fn check(
+    device: &Products,
+    what: &str,
+    weight: &Weight<'_>,
+    logical: &[Range<usize>],
+    m: usize,
+    form: Form,
+    seed: u64,
+) {
     let random = &mut Random(seed);
     let (k, n) = (weight.k(), weight.out_stride());
     let what = format!("{what}, M {m}, K {k}, N {n}, {form:?}");
@@ -101,9 +81,9 @@ fn check(device: &Device, what: &str, weight: &Weight<'_>, logical: &[Range<usiz
         }
     }
     let matrix = DeviceMatrix::upload(&device.context, weight).unwrap();
-    let (x_memory, out_memory) = (device.memory(&x_bytes), device.memory(&out));
-    let bias_memory = device.memory(&bias.iter().flat_map(|v| v.to_le_bytes()).collect::<Vec<_>>());
-    let workspace = device.workspace(&matrix, m);
+    let (x_memory, out_memory) = (device.bytes(&x_bytes), device.bytes(&out));
+    let bias_memory = device.bytes(&bias.iter().flat_map(|v| v.to_le_bytes()).collect::<Vec<_>>());
+    let workspace = workspace(device, &matrix, m);
     let request = GemmRequest {
         x: x_memory.address(),
         x_stride: x_stride as u32,
@@ -162,7 +142,7 @@ fn whole(n: usize) -> Vec<Range<usize>> {
 
 #[test]
 fn every_encoding() {
-    let Some(device) = device() else { return };
+    let Some(device) = Products::open() else { return };
     let random = &mut Random(11);
     for case in encodings() {
         let unit = case.k_unit();
@@ -182,7 +162,7 @@ fn every_encoding() {
 
 #[test]
 fn rows_of_floats() {
-    let Some(device) = device() else { return };
+    let Some(device) = Products::open() else { return };
     let random = &mut Random(12);
     for dtype in [FloatType::F32, FloatType::F16, FloatType::Bf16] {
         let shapes = [
@@ -214,7 +194,7 @@ fn rows_of_floats() {
 
 #[test]
 fn raw_blocks_of_every_type() {
-    let Some(device) = device() else { return };
+    let Some(device) = Products::open() else { return };
     let random = &mut Random(13);
     for format in raw::FORMATS {
         for (i, (n, blocks, m)) in [(1, 1, 1), (37, 3, 1), (20, 2, 7), (70, 5, 34)].into_iter().enumerate() {
@@ -231,7 +211,7 @@ fn raw_blocks_of_every_type() {
 
 #[test]
 fn experts_see_their_own_rows() {
-    let Some(device) = device() else { return };
+    let Some(device) = Products::open() else { return };
     let random = &mut Random(14);
     for (decode, group) in [("nvfp4.modelopt@1", 16), ("fp8.channel.bf16@1", 0), ("q4_k.ggml@1", 32)] {
         let spec = vt_bundle::encoding::find(decode).unwrap();
@@ -246,9 +226,9 @@ fn experts_see_their_own_rows() {
         let (record, stride) = DeviceMatrix::upload_experts(&device.context, &weights).unwrap();
         let (x, x_bytes) = activations(random, m, k, k);
         let n = record.padded_n() as usize;
-        let (x_memory, out) = (device.memory(&x_bytes), device.memory(&vec![POISON; m * n * 4]));
-        let offset_memory = device.memory(&offsets.iter().flat_map(|o| o.to_le_bytes()).collect::<Vec<_>>());
-        let workspace = device.workspace(&record, m);
+        let (x_memory, out) = (device.bytes(&x_bytes), device.bytes(&vec![POISON; m * n * 4]));
+        let offset_memory = device.bytes(&offsets.iter().flat_map(|o| o.to_le_bytes()).collect::<Vec<_>>());
+        let workspace = workspace(&device, &record, m);
         let request = GemmRequest {
             x: x_memory.address(),
             x_stride: k as u32,
@@ -286,11 +266,11 @@ fn experts_see_their_own_rows() {
 
 #[test]
 fn requests_that_do_not_fit_are_refused() {
-    let Some(device) = device() else { return };
+    let Some(device) = Products::open() else { return };
     let data = [0u8; 4 * 32];
     let weight = Weight::Rows(RowsWeight::new(FloatType::F32, 2, 16, &data).unwrap());
     let matrix = DeviceMatrix::upload(&device.context, &weight).unwrap();
-    let memory = device.memory(&[0; 1024]);
+    let memory = device.bytes(&[0; 1024]);
     let fits = GemmRequest {
         x: memory.address(),
         x_stride: 16,

@@ -5,43 +5,15 @@
 
 mod common;
 
+use common::device::{POISON, Products};
 use common::{Random, RandomMatrix};
 use half::bf16;
-use std::sync::Arc;
 use vt_bundle::encoding;
-use vt_kernels::cuda::gemm::{DeviceMatrix, Gemm, GemmRequest, OutType};
-use vt_kernels::cuda::{CudaContext, CudaStream, DeviceMemory};
+use vt_kernels::cuda::gemm::{DeviceMatrix, GemmRequest, OutType};
 use vt_kernels::{Weight, reference};
 
-/// What memory holds before a launch: a NaN as f32 and as bf16.
-const POISON: u8 = 0xFF;
 /// Columns beside each row of the result that no kernel may touch.
 const MARGIN: usize = 8;
-
-struct Device {
-    context: Arc<CudaContext>,
-    stream: CudaStream,
-    gemm: Gemm,
-}
-
-fn device() -> Option<Device> {
-    if std::env::var("VT_TEST_CUDA").as_deref() != Ok("1") {
-        eprintln!("SKIPPED: VT_TEST_CUDA=1 runs this on a device");
-        return None;
-    }
-    let context = CudaContext::new(0).unwrap();
-    let stream = CudaStream::new(&context).unwrap();
-    let gemm = Gemm::new(&context).unwrap();
-    Some(Device { context, stream, gemm })
-}
-
-impl Device {
-    fn memory(&self, bytes: &[u8]) -> DeviceMemory {
-        let memory = DeviceMemory::new(&self.context, bytes.len() as u64, "test").unwrap();
-        memory.write(0, bytes).unwrap();
-        memory
-    }
-}
 
 #[derive(Clone, Copy, Debug)]
 struct Form {
@@ -62,7 +34,7 @@ fn bytes(values: &[f32]) -> Vec<u8> {
 
 /// Checks every element of a product, twice, as the second launch finds the workspace as the first one left it.
 fn check(
-    device: &Device,
+    device: &Products,
     what: &str,
     weight: &Weight<'_>,
     logical: &[bool],
@@ -91,8 +63,8 @@ fn check(
     }
     let matrix = DeviceMatrix::upload(&device.context, weight).unwrap();
     let (x_memory, bias_memory, out_memory) =
-        (device.memory(&x_bytes), device.memory(&bytes(&bias)), device.memory(&start));
-    let workspace = device.memory(&vec![0; device.gemm.workspace_bytes(&matrix, m as u32) as usize]);
+        (device.bytes(&x_bytes), device.bytes(&bytes(&bias)), device.bytes(&start));
+    let workspace = device.bytes(&vec![0; device.gemm.workspace_bytes(&matrix, m as u32) as usize]);
     let request = GemmRequest {
         x: x_memory.address(),
         x_stride: x_stride as u32,
@@ -159,7 +131,7 @@ fn check(
 
 #[test]
 fn encodings_shapes_and_forms() {
-    let Some(device) = device() else { return };
+    let Some(device) = Products::open() else { return };
     let random = &mut Random(31);
     let cases = [
         ("nvfp4.modelopt@1", 16),

@@ -1,7 +1,9 @@
 //! A device for tests that compare it with the CPU.
 
 use half::bf16;
+use std::ops::Deref;
 use std::sync::Arc;
+use vt_kernels::cuda::gemm::Gemm;
 use vt_kernels::cuda::{CudaContext, CudaStream, DeviceMemory};
 
 /// Byte that fills results before a launch: as bf16, f32 and E4M3 it is no number that an operator gives.
@@ -57,8 +59,35 @@ impl Device {
         self.read(memory).as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b)).collect()
     }
 
+    pub fn read_halves(&self, memory: &DeviceMemory) -> Vec<f32> {
+        self.read(memory).as_chunks::<2>().0.iter().map(|b| bf16::from_le_bytes(*b).to_f32()).collect()
+    }
+
     pub fn read_words(&self, memory: &DeviceMemory) -> Vec<u32> {
         self.read(memory).as_chunks::<4>().0.iter().map(|b| u32::from_le_bytes(*b)).collect()
+    }
+}
+
+/// A device with the kernels of products.
+pub struct Products {
+    device: Device,
+    pub gemm: Gemm,
+}
+
+impl Products {
+    /// As [`Device::open`].
+    pub fn open() -> Option<Self> {
+        let device = Device::open()?;
+        let gemm = Gemm::new(&device.context).unwrap();
+        Some(Self { device, gemm })
+    }
+}
+
+impl Deref for Products {
+    type Target = Device;
+
+    fn deref(&self) -> &Device {
+        &self.device
     }
 }
 

@@ -5,7 +5,7 @@
 
 /// The finaliser of SplitMix64 (Steele, Lea, Flood 2014): a bijection whose output bits all depend on all
 /// input bits.
-fn mix(mut value: u64) -> u64 {
+pub(crate) fn mix(mut value: u64) -> u64 {
     value ^= value >> 30;
     value = value.wrapping_mul(0xbf58_476d_1ce4_e5b9);
     value ^= value >> 27;
@@ -14,7 +14,7 @@ fn mix(mut value: u64) -> u64 {
 }
 
 /// The increment of SplitMix64, 2^64 divided by the golden ratio, made odd.
-const GOLDEN: u64 = 0x9e37_79b9_7f4a_7c15;
+pub(crate) const GOLDEN: u64 = 0x9e37_79b9_7f4a_7c15;
 
 /// A number in [0, 1) with 53 random bits: draw `counter` of the stream `seed`.
 pub fn uniform(seed: u64, counter: u64) -> f64 {
