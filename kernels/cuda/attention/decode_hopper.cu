@@ -5,7 +5,7 @@
 // four compute; two merge the four's sums in turn and write them, so that the others do not wait for that.
 
 #include "attention/decode.cuh"
-#include "attention/hopper.cuh"
+#include "common/hopper.cuh"
 #include "common/order.cuh"
 
 // Other architectures have decode.cu.
@@ -13,6 +13,7 @@
 
 namespace {
 
+using hopper::TensorMap;
 using vt::Decode;
 using vt::kBlockLen;
 using vt::kWarps;
@@ -83,7 +84,7 @@ __device__ __forceinline__ uint32_t first_block(const Unit& u) { return u.begin 
 __device__ __forceinline__ uint32_t end_block(const Unit& u) { return (u.end + kBlockLen - 1) / kBlockLen; }
 
 template <typename T, uint32_t D>
-__device__ __forceinline__ void copy_blocks(const Decode& p, const CUtensorMap& map, const uint32_t* prefix, uint32_t units,
+__device__ __forceinline__ void copy_blocks(const Decode& p, const TensorMap& map, const uint32_t* prefix, uint32_t units,
                                             uint32_t ring, const Barriers& barriers, uint32_t lane) {
     using R = Ring<T, D>;
     // Block by block, counted through all units.
@@ -96,13 +97,13 @@ __device__ __forceinline__ void copy_blocks(const Decode& p, const CUtensorMap& 
             const uint32_t stored = base + lane < end ? table[base + lane] : 0, here = min(32u, end - base);
             for (uint32_t i = 0; i < here; ++i, ++count) {
                 const uint32_t stage = count % R::kStages, block = __shfl_sync(~0u, stored, i);
-                if (count >= R::kStages) vt::barrier_wait(barriers.free(stage), (count / R::kStages & 1) ^ 1);
-                if (lane == 0) vt::barrier_expect(barriers.full(stage), R::kStageBytes);
+                if (count >= R::kStages) hopper::barrier_wait(barriers.free(stage), (count / R::kStages & 1) ^ 1);
+                if (lane == 0) hopper::barrier_expect(barriers.full(stage), R::kStageBytes);
                 __syncwarp();
                 if (lane < 2 * R::kBoxes) {
                     const uint32_t values = lane / R::kBoxes, box = lane % R::kBoxes;
                     const uint32_t row = p.cache_row + ((block * 2 + values) * p.kv_heads + u.head) * kBlockLen;
-                    vt::copy_box(ring + stage * R::kStageBytes + lane * kBoxBytes, &map, box * (kRowBytes / sizeof(T)), row,
+                    hopper::copy_box(ring + stage * R::kStageBytes + lane * kBoxBytes, &map, box * (kRowBytes / sizeof(T)), row,
                                  barriers.full(stage));
                 }
             }
@@ -133,7 +134,7 @@ __device__ __forceinline__ void compute(const Decode& p, const uint32_t* prefix,
         const uint32_t first = first_block(u), end = end_block(u);
         for (uint32_t block = first + warp; block < end; block += kWarps) {
             const uint32_t n = count + block - first, stage = n % R::kStages, position = block * kBlockLen;
-            vt::barrier_wait(barriers.full(stage), n / R::kStages & 1);
+            hopper::barrier_wait(barriers.full(stage), n / R::kStages & 1);
             const uint32_t keys = ring + stage * R::kStageBytes, values = keys + R::kStageBytes / 2;
             float s[1][4];
             vt::multiply_keys<D>(RingKeys<T>{keys, g, t}, q, s);
@@ -142,12 +143,12 @@ __device__ __forceinline__ void compute(const Decode& p, const uint32_t* prefix,
             const uint32_t from = u.begin > position ? u.begin - position : 0, to = u.end - position;
             vt::multiply_values<D>(RingValues<T>{values, g, t, from, to}, weights, sums);
             __syncwarp();
-            if (lane == 0) vt::barrier_arrive(barriers.free(stage));
+            if (lane == 0) hopper::barrier_arrive(barriers.free(stage));
         }
         count += end - first;
-        if (turn >= 2) vt::barrier_wait(barriers.merged(turn % 2), (turn / 2 & 1) ^ 1);
+        if (turn >= 2) hopper::barrier_wait(barriers.merged(turn % 2), (turn / 2 & 1) ^ 1);
         vt::store(p, sums, merges[turn % 2], warp, lane);
-        vt::barrier_arrive(barriers.summed(turn % 2));
+        hopper::barrier_arrive(barriers.summed(turn % 2));
         u = following;
         q = following_q;
     }
@@ -160,14 +161,14 @@ __device__ __forceinline__ void merge_units(const Decode& p, const uint32_t* pre
     uint32_t phase = 0;
     for (uint32_t index = blockIdx.x + which * gridDim.x; index < units; index += 2 * gridDim.x, phase ^= 1) {
         const Unit u = vt::unit_of(p, prefix, index);
-        vt::barrier_wait(barriers.summed(which), phase);
+        hopper::barrier_wait(barriers.summed(which), phase);
         vt::merge_warps(p, u, merge, lane);
-        vt::barrier_arrive(barriers.merged(which));
+        hopper::barrier_arrive(barriers.merged(which));
     }
 }
 
 template <typename T, uint32_t D>
-__device__ __forceinline__ void decode(const Decode& p, const CUtensorMap& map) {
+__device__ __forceinline__ void decode(const Decode& p, const TensorMap& map) {
     extern __shared__ uint8_t dynamic[];
     using R = Ring<T, D>;
     // Swizzled boxes are aligned to 1024 bytes.
@@ -179,15 +180,14 @@ __device__ __forceinline__ void decode(const Decode& p, const CUtensorMap& map) 
 
     if (threadIdx.x == 0) {
         for (uint32_t i = 0; i < R::kStages; ++i) {
-            vt::barrier_init(barriers.full(i), 1);
-            vt::barrier_init(barriers.free(i), 1);
+            hopper::barrier_init(barriers.full(i), 1);
+            hopper::barrier_init(barriers.free(i), 1);
         }
         for (uint32_t i = 0; i < 2; ++i) {
-            vt::barrier_init(barriers.summed(i), kWarps * 32);
-            vt::barrier_init(barriers.merged(i), 32);
+            hopper::barrier_init(barriers.summed(i), kWarps * 32);
+            hopper::barrier_init(barriers.merged(i), 32);
         }
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-        vt::publish_shared();
+        hopper::barrier_init_fence();
     }
     let_next_start();
     wait_for_previous();
@@ -210,7 +210,7 @@ __device__ __forceinline__ void decode(const Decode& p, const CUtensorMap& map) 
 
 #define VT_DECODE(TYPE, NAME, D)                                                                                  \
     extern "C" __global__ void __launch_bounds__(kThreads, 2)                                                     \
-        vt_decode_hopper_##NAME##_##D(const __grid_constant__ Decode p, const __grid_constant__ CUtensorMap map) { \
+        vt_decode_hopper_##NAME##_##D(const __grid_constant__ Decode p, const __grid_constant__ TensorMap map) {  \
         decode<TYPE, D>(p, map);                                                                                  \
     }
 

@@ -6,9 +6,10 @@
 // weights and values runs. What prefill.cu says of tiles holds here: a token's result does not depend on where its prompt
 // was cut.
 
-#include "attention/hopper.cuh"
 #include "attention/prefill.cuh"
 #include "attention/primitives.cuh"
+#include "attention/wgmma.cuh"
+#include "common/hopper.cuh"
 #include "common/order.cuh"
 #include "kv_cache/layout.cuh"
 
@@ -17,6 +18,7 @@
 
 namespace {
 
+using hopper::TensorMap;
 using vt::kBlockLen;
 using vt::Prefill;
 using vt::Run;
@@ -57,7 +59,7 @@ __device__ __forceinline__ uint32_t parity_of(uint32_t count) { return count / k
 
 // One warp copies keys, another values: keys are free, and wanted, earlier. A lane copies boxes of one block of every tile.
 template <uint32_t D>
-__device__ __forceinline__ void copy_tiles(const Prefill& p, const CUtensorMap& map, const Run& run, uint32_t head,
+__device__ __forceinline__ void copy_tiles(const Prefill& p, const TensorMap& map, const Run& run, uint32_t head,
                                            uint32_t shared, const Barriers& barriers, uint32_t begin, uint32_t end, bool values) {
     using S = Shared<D>;
     const uint32_t lane = threadIdx.x % 32, slot = lane / 4, part = lane % 4;
@@ -75,14 +77,14 @@ __device__ __forceinline__ void copy_tiles(const Prefill& p, const CUtensorMap& 
         stored = wanted(block) ? table[block] : 0;
         const uint32_t boxes = __popc(__ballot_sync(~0u, here && part == 0)) * S::kPanels;
         if (count >= kStages) {
-            vt::barrier_wait(values ? barriers.values_free(stage) : barriers.keys_free(stage), parity_of(count) ^ 1);
+            hopper::barrier_wait(values ? barriers.values_free(stage) : barriers.keys_free(stage), parity_of(count) ^ 1);
         }
         const uint32_t full = values ? barriers.values_full(stage) : barriers.keys_full(stage);
-        if (lane == 0) vt::barrier_expect(full, boxes * kBoxBytes);
+        if (lane == 0) hopper::barrier_expect(full, boxes * kBoxBytes);
         __syncwarp();
         if (here && part < S::kPanels) {
             const uint32_t to = shared + (values ? S::kValues : S::kKeys) + stage * S::kTileBytes + slot * kBoxBytes;
-            vt::copy_box(to + part * kPanelBytes, &map, part * 64, row, full);
+            hopper::copy_box(to + part * kPanelBytes, &map, part * 64, row, full);
         }
     }
 }
@@ -169,8 +171,8 @@ __device__ __forceinline__ void compute(const Prefill& p, const Run& run, uint32
         const uint32_t at = queries + unit / 8 * kPanelBytes + row * 128 + (unit % 8 ^ row % 8) * 16;
         asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
     }
-    vt::publish_shared();
-    vt::sync_some(1 + group, kGroup);
+    hopper::publish_shared();
+    hopper::named_barrier(1 + group, kGroup);
 
     State<D> state;
     // Rows beyond the run see what the last row sees.
@@ -190,45 +192,45 @@ __device__ __forceinline__ void compute(const Prefill& p, const Run& run, uint32
     for (uint32_t tile = first_tile; tile < tiles; ++tile) {
         const uint32_t count = tile - first_tile, stage = stage_of(count);
         const uint32_t keys = shared + S::kKeys + stage * S::kTileBytes;
-        vt::barrier_wait(barriers.keys_full(stage), parity_of(count));
+        hopper::barrier_wait(barriers.keys_full(stage), parity_of(count));
         vt::pin(s);
-        vt::products_begin();
+        hopper::wgmma_fence();
 #pragma unroll
         for (uint32_t k = 0; k < D / 16; ++k) {
             const uint32_t offset = k / 4 * kPanelBytes + k % 4 * 32;
             vt::multiply(s, vt::matrix_of(queries + offset, 16), vt::matrix_of(keys + offset, 16), k != 0);
         }
-        vt::products_commit();
+        hopper::wgmma_commit();
         if (count != 0) {
             // The previous tile's values, while the scores are being weighed.
             const uint32_t before = count - 1;
             const uint32_t values = shared + S::kValues + stage_of(before) * S::kTileBytes;
-            vt::barrier_wait(barriers.values_full(stage_of(before)), parity_of(before));
+            hopper::barrier_wait(barriers.values_full(stage_of(before)), parity_of(before));
             if (before == 0 && begin > first_tile * kTile) {
                 clear_unseen<D>(values, first_tile, begin, end, threadIdx.x - kGroup);
-                vt::publish_shared();
-                vt::sync_some(3, 2 * kGroup);
+                hopper::publish_shared();
+                hopper::named_barrier(3, 2 * kGroup);
             }
             vt::pin(state.out);
-            vt::products_begin();
+            hopper::wgmma_fence();
 #pragma unroll
             for (uint32_t k = 0; k < kTile / 16; ++k) {
                 vt::multiply_transposed(state.out, weights[k], vt::matrix_of(values + k * 2048, kPanelBytes));
             }
-            vt::products_commit();
-            vt::products_wait<1>();
+            hopper::wgmma_commit();
+            hopper::wgmma_wait<1>();
         } else {
-            vt::products_wait<0>();
+            hopper::wgmma_wait<0>();
         }
         vt::pin(s);
-        if (thread == 0) vt::barrier_arrive(barriers.keys_free(stage));
+        if (thread == 0) hopper::barrier_arrive(barriers.keys_free(stage));
         const bool all_visible =
             (tile + 1) * kTile <= first_position + 1 && (p.window == 0 || tile * kTile + p.window > last_position);
         float factor[2];
         weigh<D>(p, s, tile, all_visible, t, state, factor);
-        vt::products_wait<0>();
+        hopper::wgmma_wait<0>();
         vt::pin(state.out);
-        if (count != 0 && thread == 0) vt::barrier_arrive(barriers.values_free(stage_of(count - 1)));
+        if (count != 0 && thread == 0) hopper::barrier_arrive(barriers.values_free(stage_of(count - 1)));
 #pragma unroll
         for (uint32_t i = 0; i < D / 2; ++i) state.out[i] *= factor[i / 2 % 2];
 #pragma unroll
@@ -240,20 +242,20 @@ __device__ __forceinline__ void compute(const Prefill& p, const Run& run, uint32
 
     const uint32_t last = tiles - 1 - first_tile;
     const uint32_t values = shared + S::kValues + stage_of(last) * S::kTileBytes;
-    vt::barrier_wait(barriers.values_full(stage_of(last)), parity_of(last));
+    hopper::barrier_wait(barriers.values_full(stage_of(last)), parity_of(last));
     if (end < tiles * kTile || (last == 0 && begin > first_tile * kTile)) {
         clear_unseen<D>(values, tiles - 1, begin, end, threadIdx.x - kGroup);
-        vt::publish_shared();
-        vt::sync_some(3, 2 * kGroup);
+        hopper::publish_shared();
+        hopper::named_barrier(3, 2 * kGroup);
     }
     vt::pin(state.out);
-    vt::products_begin();
+    hopper::wgmma_fence();
 #pragma unroll
     for (uint32_t k = 0; k < kTile / 16; ++k) {
         vt::multiply_transposed(state.out, weights[k], vt::matrix_of(values + k * 2048, kPanelBytes));
     }
-    vt::products_commit();
-    vt::products_wait<0>();
+    hopper::wgmma_commit();
+    hopper::wgmma_wait<0>();
     vt::pin(state.out);
 
 #pragma unroll
@@ -275,7 +277,7 @@ __device__ __forceinline__ void compute(const Prefill& p, const Run& run, uint32
 }
 
 template <uint32_t D>
-__device__ __forceinline__ void prefill(const Prefill& p, const CUtensorMap& map) {
+__device__ __forceinline__ void prefill(const Prefill& p, const TensorMap& map) {
     extern __shared__ uint8_t dynamic[];
     // Swizzled units are aligned to themselves.
     const uint32_t shared = (vt::shared_address(dynamic) + 1023) / 1024 * 1024;
@@ -289,21 +291,20 @@ __device__ __forceinline__ void prefill(const Prefill& p, const CUtensorMap& map
     const uint32_t begin = p.window != 0 && run.position + 1 > p.window ? run.position + 1 - p.window : 0;
     if (threadIdx.x == 0) {
         for (uint32_t stage = 0; stage < kStages; ++stage) {
-            vt::barrier_init(barriers.keys_full(stage), 1);
-            vt::barrier_init(barriers.values_full(stage), 1);
-            vt::barrier_init(barriers.keys_free(stage), 2);
-            vt::barrier_init(barriers.values_free(stage), 2);
+            hopper::barrier_init(barriers.keys_full(stage), 1);
+            hopper::barrier_init(barriers.values_full(stage), 1);
+            hopper::barrier_init(barriers.keys_free(stage), 2);
+            hopper::barrier_init(barriers.values_free(stage), 2);
         }
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-        vt::publish_shared();
+        hopper::barrier_init_fence();
     }
     __syncthreads();
     if (threadIdx.x < kGroup) {
-        vt::give_registers<24>();
+        hopper::registers_give<24>();
         const uint32_t warp = threadIdx.x / 32;
         if (warp < 2) copy_tiles<D>(p, map, run, head, shared, barriers, begin, end, warp == 1);
     } else {
-        vt::take_registers<240>();
+        hopper::registers_take<240>();
         compute<D>(p, run, head, shared, barriers, begin, end);
     }
 }
@@ -312,7 +313,7 @@ __device__ __forceinline__ void prefill(const Prefill& p, const CUtensorMap& map
 
 #define VT_PREFILL(D)                                                                                             \
     extern "C" __global__ void __launch_bounds__(kThreads, 1)                                                     \
-        vt_prefill_hopper_##D(const __grid_constant__ Prefill p, const __grid_constant__ CUtensorMap map) {       \
+        vt_prefill_hopper_##D(const __grid_constant__ Prefill p, const __grid_constant__ TensorMap map) {         \
         prefill<D>(p, map);                                                                                       \
     }
 

@@ -10,7 +10,7 @@
 // rows of N of their own. Blocks of a cluster are neighbours along N and send each other their share of the tokens.
 #pragma once
 #include "codec.cuh"
-#include "pipeline.cuh"
+#include "common/hopper.cuh"
 #include "schedule.cuh"
 #include "wgmma.cuh"
 

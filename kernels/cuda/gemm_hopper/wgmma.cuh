@@ -8,14 +8,6 @@
 
 namespace hopper {
 
-// Orders register writes before the next wgmma.
-__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int Pending>
-__device__ __forceinline__ void wgmma_wait() {
-    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Pending) : "memory");
-}
-
 // Keeps the compiler from moving uses of a register across this point.
 __device__ __forceinline__ void hold(float& value) { asm volatile("" : "+f"(value)::"memory"); }
 __device__ __forceinline__ void hold(uint32_t& value) { asm volatile("" : "+r"(value)::"memory"); }

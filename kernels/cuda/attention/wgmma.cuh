@@ -1,8 +1,6 @@
-// Instructions of sm_90a that attention uses (PTX ISA: wgmma, bulk tensor copies, mbarrier, setmaxnreg).
+// The wgmma products of attention (PTX ISA: asynchronous warpgroup instructions), over tiles swizzled by 128 bytes.
 
 #pragma once
-
-#include <cuda.h>
 
 #include <cstdint>
 
@@ -14,17 +12,6 @@ __device__ __forceinline__ uint64_t matrix_of(uint32_t address, uint32_t next_pa
     constexpr uint64_t kSwizzled128 = 1ull << 62;
     return kSwizzled128 | static_cast<uint64_t>(1024 >> 4) << 32 | static_cast<uint64_t>(next_panel >> 4) << 16 |
            (address >> 4 & 0x3FFF);
-}
-
-// Registers and shared memory of the next products are ready.
-__device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-
-__device__ __forceinline__ void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-
-// Waits until at most `Left` groups of products are under way.
-template <int Left>
-__device__ __forceinline__ void products_wait() {
-    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Left) : "memory");
 }
 
 // Tells the compiler that registers change here, where it cannot see that an asynchronous product writes or reads them.
@@ -105,54 +92,6 @@ __device__ __forceinline__ void multiply_transposed(float (&d)[64], const uint32
           "+f"(d[54]), "+f"(d[55]), "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]),
           "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-}
-
-__device__ __forceinline__ void barrier_init(uint32_t barrier, uint32_t arrivals) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
-}
-
-__device__ __forceinline__ void barrier_expect(uint32_t barrier, uint32_t bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-
-__device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
-// Waits for the end of the phase of that parity.
-__device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
-    asm volatile(
-        "{\n.reg .pred done;\n"
-        "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-        "@!done bra again;\n}" ::"r"(barrier),
-        "r"(parity)
-        : "memory");
-}
-
-// Writes of this thread to shared memory become visible to products and bulk copies.
-__device__ __forceinline__ void publish_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-
-// Copies the box at (column, row) of a tensor; its bytes count for `barrier`.
-__device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap* map, int32_t column, int32_t row, uint32_t barrier) {
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(to),
-        "l"(map), "r"(column), "r"(row), "r"(barrier)
-        : "memory");
-}
-
-// Waits for `threads` threads of the block, of which this is one.
-__device__ __forceinline__ void sync_some(uint32_t id, uint32_t threads) {
-    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-
-template <uint32_t Registers>
-__device__ __forceinline__ void give_registers() {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Registers));
-}
-
-template <uint32_t Registers>
-__device__ __forceinline__ void take_registers() {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Registers));
 }
 
 }  // namespace vt
