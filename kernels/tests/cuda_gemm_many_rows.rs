@@ -137,6 +137,7 @@ fn encodings_shapes_and_forms() {
         ("nvfp4.modelopt@1", 16),
         ("nvfp4.compressed-tensors@1", 16),
         ("mxfp4@1", 32),
+        ("mxfp4.ggml@1", 32),
         ("fp8.tensor.f32@1", 0),
         ("fp8.channel.bf16@1", 0),
         ("fp8.channel.f16@1", 0),

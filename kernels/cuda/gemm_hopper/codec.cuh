@@ -218,10 +218,11 @@ struct ScalesF32 {
 };
 
 // Powers of two without sign or mantissa: 2^(e - 127), 255 is NaN. The codes of e2m1 first get their own exponents back, so that every
-// product that bf16 holds is exact.
+// product that bf16 holds is exact. Halved, as ggml has them beside doubled codes: 2^(e - 128), and 255 is a number.
+template <bool Halved>
 struct ScalesE8m0 {
     static constexpr int kBytes = 1;
-    static constexpr int kShort = 0;
+    static constexpr int kShort = Halved ? 1 : 0;
     template <int Blocks>
     static constexpr int kWords = ScalesE4m3::kWords<Blocks>;
 
@@ -238,7 +239,12 @@ struct ScalesE8m0 {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 const uint32_t byte = (w >> (16 * half)) & 0xFF;
-                const uint32_t bits = byte == 0 ? 0x0040 : byte == 255 ? 0x7FFF : byte << 7;
+                uint32_t bits;
+                if constexpr (Halved) {
+                    bits = byte < 2 ? 0x0020 << byte : (byte - 1) << 7;
+                } else {
+                    bits = byte == 0 ? 0x0040 : byte == 255 ? 0x7FFF : byte << 7;
+                }
                 scales[block][half] = bits | bits << 16;
             }
         }
@@ -273,7 +279,8 @@ struct Codec {
 };
 
 using Nvfp4 = Codec<CodesE2m1, ScalesE4m3, 16, 0>;
-using Mxfp4 = Codec<CodesE2m1, ScalesE8m0, 32, 126>;
+using Mxfp4 = Codec<CodesE2m1, ScalesE8m0<false>, 32, 126>;
+using Mxfp4Ggml = Codec<CodesE2m1, ScalesE8m0<true>, 32, 127>;
 using Fp8 = Codec<CodesE4m3, ScalesNone, 0, 120>;
 template <class ScalesT, int Group>
 using Int4 = Codec<CodesU4b8, ScalesT, Group, 0>;

@@ -6,11 +6,13 @@
 // multiplies block b of all four warps with the tokens of a step, which lie in shared memory as the B operand. The result has rows of N and
 // columns of tokens; it is transposed on its way out.
 //
-// A producer thread fills a ring of stages (one step: 64 columns of K) by bulk copies; the consumer warpgroups share the tokens of a stage and have
-// rows of N of their own. Blocks of a cluster are neighbours along N and send each other their share of the tokens.
+// Two producer threads fill a ring of stages (one step: 64 columns of K) by bulk copies, one with weights, which are nobody's result
+// and on their way while the kernel before this one still runs, one with tokens. The consumer warpgroups share the tokens of a
+// stage and have rows of N of their own. Blocks of a cluster are neighbours along N and send each other their share of the tokens.
 #pragma once
 #include "codec.cuh"
 #include "common/hopper.cuh"
+#include "common/order.cuh"
 #include "schedule.cuh"
 #include "wgmma.cuh"
 
@@ -61,12 +63,11 @@ struct Shape {
     static_assert(4 / kBatch % kDepth == 0, "fragments have fixed registers");
     static constexpr int kRows = 64 * kBlocks * kGroups;  // of N, of one block
     static constexpr int kTiles = kRows / 64;
-    // Registers move from a producer warpgroup to the consumers. With four of those there is more to have from a producer of one warp.
-    static constexpr bool kMovesRegisters = kGroups < 4;
-    static constexpr int kThreads = 128 * kGroups + (kMovesRegisters ? 128 : 32);
+    // Registers move from the producers' warpgroup to the consumers.
+    static constexpr int kThreads = 128 * kGroups + 128;
     static constexpr int kProducerRegisters = kGroups == 2 ? 40 : 32;
     static constexpr int kConsumerRegisters = kGroups == 2 ? 232 : 160;
-    static_assert(kGroups >= 2 && kGroups <= 4, "consumer warpgroups");
+    static_assert(kGroups == 2 || kGroups == 3, "consumer warpgroups");
     static constexpr int kTokenBytes = kTokens * kStep * 2;
     static constexpr int kCodeRow = kTiles * Codec::kTileBytes;  // 16 columns
     static constexpr int kCodeBytes = 4 * kCodeRow;
@@ -106,36 +107,43 @@ struct Ring {
     }
 };
 
-template <class S>
+// The share of a stage that one of the two producers copies: the tokens, or codes and scales. What lies beyond N or M arrives as
+// zeros, and counts.
+template <class S, bool Tokens>
 __device__ __forceinline__ void produce(const Arguments& arguments, const Shared<S>& shared, uint32_t rank, uint32_t worker,
                                         uint32_t workers) {
     using Codec = typename S::Codec;
+    // Who has which tokens of an expert is a result of earlier work.
+    if (Tokens || arguments.offsets != nullptr) wait_for_previous();
     Walk<S::kTokens> walk(arguments.schedule, arguments.m, arguments.offsets, arguments.experts, worker, workers);
     Segment segment;
     Ring<S::kStages> ring;
-    // What lies beyond N or M arrives as zeros, and counts.
-    constexpr uint32_t bytes = S::kTokenBytes + S::kCodeBytes + S::kScaleBytes;
     while (walk.next(segment)) {
         const int tile = (segment.tile_n * S::kCluster + rank) * S::kTiles;
         const int token = segment.token + rank * (S::kTokens / S::kCluster);
         for (uint32_t step = segment.begin; step < segment.end; ++step) {
             const uint32_t s = ring.stage;
             barrier_wait(&shared.empty[s], ring.parity ^ 1);
-            barrier_expect(&shared.full[s], bytes);
-            copy_box(shared.codes + s * S::kCodeBytes, &arguments.codes, 0, tile, 4 * step, segment.expert, &shared.full[s]);
-            uint8_t* tokens = shared.tokens + s * S::kTokenBytes + rank * (S::kTokenBytes / S::kCluster);
-            if constexpr (S::kCluster == 1) {
-                copy_box(tokens, &arguments.x, step * kStep, token, &shared.full[s]);
+            if constexpr (Tokens) {
+                barrier_expect(&shared.full[s], S::kTokenBytes);
+                uint8_t* tokens = shared.tokens + s * S::kTokenBytes + rank * (S::kTokenBytes / S::kCluster);
+                if constexpr (S::kCluster == 1) {
+                    copy_box(tokens, &arguments.x, step * kStep, token, &shared.full[s]);
+                } else {
+                    copy_box_multicast(tokens, &arguments.x, step * kStep, token, &shared.full[s], (1 << S::kCluster) - 1);
+                }
             } else {
-                copy_box_multicast(tokens, &arguments.x, step * kStep, token, &shared.full[s], (1 << S::kCluster) - 1);
-            }
-            if constexpr (Codec::kScaleRows != 0) {
-                const uint32_t group = Codec::kGroup == 64 ? step * kStep / arguments.group_size : step * Codec::kScaleRows;
-                copy_box(shared.scales + s * S::kScaleBytes, &arguments.scales, 0, tile, group, segment.expert, &shared.full[s]);
+                barrier_expect(&shared.full[s], S::kCodeBytes + S::kScaleBytes);
+                copy_box(shared.codes + s * S::kCodeBytes, &arguments.codes, 0, tile, 4 * step, segment.expert, &shared.full[s]);
+                if constexpr (Codec::kScaleRows != 0) {
+                    const uint32_t group = Codec::kGroup == 64 ? step * kStep / arguments.group_size : step * Codec::kScaleRows;
+                    copy_box(shared.scales + s * S::kScaleBytes, &arguments.scales, 0, tile, group, segment.expert, &shared.full[s]);
+                }
             }
             ring.advance();
         }
     }
+    if constexpr (!Tokens) let_next_start();
 }
 
 // Gives a stage back to the producers that fill it.
@@ -335,6 +343,7 @@ __device__ __forceinline__ void consume(const Arguments& arguments, const Shared
     const uint8_t* my_scales = shared.scales + tile * 64 * Codec::kScaleBytes;
     uint8_t* out = shared.out + (group * 4 + warp) * 16 * S::kPitchF32 * 4;
 
+    wait_for_previous();
     Walk<S::kTokens> walk(arguments.schedule, arguments.m, arguments.offsets, arguments.experts, worker, workers);
     Segment segment;
     Ring<S::kStages> ring;
@@ -433,7 +442,7 @@ __device__ __forceinline__ void gemm(const Arguments& arguments) {
     const uint32_t worker = blockIdx.x / S::kCluster, workers = gridDim.x / S::kCluster;
     if (threadIdx.x == 0) {
         for (int i = 0; i < S::kStages; ++i) {
-            barrier_init(&shared.full[i], 1);
+            barrier_init(&shared.full[i], 2);
             barrier_init(&shared.empty[i], 4 * S::kGroups * S::kCluster);
         }
         barrier_init_fence();
@@ -446,11 +455,12 @@ __device__ __forceinline__ void gemm(const Arguments& arguments) {
     // The warpgroup index is the same for a whole warp; the compiler has to know.
     const int group = __shfl_sync(0xFFFFFFFF, threadIdx.x / 128, 0);
     if (group == S::kGroups) {
-        if constexpr (S::kMovesRegisters) registers_give<S::kProducerRegisters>();
-        if (threadIdx.x == 128 * S::kGroups) produce<S>(arguments, shared, rank, worker, workers);
+        registers_give<S::kProducerRegisters>();
+        if (threadIdx.x == 128 * S::kGroups) produce<S, false>(arguments, shared, rank, worker, workers);
+        if (threadIdx.x == 128 * S::kGroups + 32) produce<S, true>(arguments, shared, rank, worker, workers);
         __syncwarp();
     } else {
-        if constexpr (S::kMovesRegisters) registers_take<S::kConsumerRegisters>();
+        registers_take<S::kConsumerRegisters>();
         consume<S>(arguments, shared, group, rank, worker, workers);
     }
     // Nobody leaves while others may still send to it.

@@ -46,6 +46,7 @@ const fn encoding(name: &'static str, bits: u32, scale_rows: u32, scale_bytes: u
 pub(super) const ENCODINGS: &[Encoding] = &[
     encoding("nvfp4", 4, 4, 1),
     encoding("mxfp4", 4, 2, 1),
+    encoding("mxfp4_ggml", 4, 2, 1),
     encoding("fp8", 8, 0, 0),
     encoding("int4_f16_g32", 4, 2, 2),
     encoding("int4_bf16_g32", 4, 2, 2),
@@ -78,6 +79,7 @@ impl Reading {
             "nvfp4.modelopt" => ("nvfp4".to_owned(), false),
             "nvfp4.compressed-tensors" => ("nvfp4".to_owned(), true),
             "mxfp4" => ("mxfp4".to_owned(), false),
+            "mxfp4.ggml" => ("mxfp4_ggml".to_owned(), false),
             "q4_0.ggml" => (grouped_integers("int4", matrix, grouped)?, false),
             "q8_0.ggml" => (grouped_integers("int8", matrix, grouped)?, false),
             other => match other.rsplit_once('.')?.0 {

@@ -172,8 +172,9 @@ impl Hopper {
         let function = &self.functions[reading.encoding][plan.shape];
         let shared = shape.shared_bytes(encoding);
         // SAFETY: the argument is the kernel's; planes are those of the geometry, the request is checked against it, and the
-        // workspace has the bytes that `workspace_bytes` asks for; the caller keeps all of it allocated.
-        unsafe { function.launch(stream, grid, [shape.threads(), 1, 1], shared, &mut arguments![arguments])? };
+        // workspace has the bytes that `workspace_bytes` asks for; the caller keeps all of it allocated. Before it waits for
+        // earlier work the kernel only reads weights.
+        unsafe { function.launch_early(stream, grid, [shape.threads(), 1, 1], shared, &mut arguments![arguments])? };
         Ok(true)
     }
 }
