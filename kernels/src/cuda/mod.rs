@@ -22,6 +22,7 @@ mod module;
 pub mod moe;
 pub mod norm;
 pub mod sampling;
+mod stopwatch;
 mod stream;
 mod transfer;
 
@@ -31,6 +32,7 @@ pub use graph::CudaGraph;
 pub use host::HostPlace;
 pub use leaves::{LeafHasher, LeafRange, PendingLeaves};
 pub use memory::{DeviceMemory, StagingBuffer};
+pub use stopwatch::Stopwatch;
 pub use stream::{CudaStream, PendingUpload, UploadRange};
 pub use transfer::{Inbox, Outbox};
 

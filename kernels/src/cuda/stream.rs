@@ -20,9 +20,22 @@ unsafe impl Sync for Event {}
 
 impl Event {
     pub(super) fn new(context: &Arc<CudaContext>) -> Result<Self, CudaError> {
+        Self::create(context, sys::CUevent_flags::CU_EVENT_DISABLE_TIMING)
+    }
+
+    /// One that also knows when the stream came by.
+    pub(super) fn with_time(context: &Arc<CudaContext>) -> Result<Self, CudaError> {
+        Self::create(context, sys::CUevent_flags::CU_EVENT_DEFAULT)
+    }
+
+    fn create(context: &Arc<CudaContext>, flags: sys::CUevent_flags) -> Result<Self, CudaError> {
         context.bind()?;
-        let event = result::event::create(sys::CUevent_flags::CU_EVENT_DISABLE_TIMING).named("cuEventCreate")?;
+        let event = result::event::create(flags).named("cuEventCreate")?;
         Ok(Self { context: Arc::clone(context), event })
+    }
+
+    pub(super) fn raw(&self) -> sys::CUevent {
+        self.event
     }
 
     pub(super) fn record(&self, stream: &CudaStream) -> Result<(), CudaError> {

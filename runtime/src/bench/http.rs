@@ -31,6 +31,9 @@ const WORDS: [&str; 16] = [
 /// Metrics that must be zero when nothing is left to do, without their prefix.
 const IDLE: [&str; 3] = ["num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"];
 
+/// Seconds that a server's device has worked.
+const DEVICE: &str = "device_busy_seconds_total";
+
 /// Why a server cannot be measured.
 #[derive(Debug, Error)]
 #[non_exhaustive]
@@ -128,7 +131,7 @@ impl HttpTarget {
         let mut left = BTreeMap::new();
         for _ in 0..50 {
             let Ok((StatusCode::OK, body)) = self.get("/metrics").await else { return left };
-            left = idle_metrics(&String::from_utf8_lossy(&body));
+            left = metrics(&String::from_utf8_lossy(&body), &IDLE);
             if left.values().all(|value| *value == 0.0) {
                 return left;
             }
@@ -259,6 +262,11 @@ impl HttpTarget {
 impl Target for HttpTarget {
     type Session = Connection;
 
+    async fn device_seconds(&self) -> Option<f64> {
+        let Ok((StatusCode::OK, body)) = self.get("/metrics").await else { return None };
+        metrics(&String::from_utf8_lossy(&body), &[DEVICE]).remove(DEVICE)
+    }
+
     async fn request(&self, connection: &mut Connection, request: Request) -> Sample {
         let mut watch = Watch::start();
         let work = self.converse(connection, &request, &mut watch);
@@ -271,14 +279,14 @@ impl Target for HttpTarget {
     }
 }
 
-/// The values of [`IDLE`] in a page of metrics, whatever their prefix.
-fn idle_metrics(page: &str) -> BTreeMap<String, f64> {
+/// The values of these in a page of metrics, whatever their prefix.
+fn metrics(page: &str, names: &[&str]) -> BTreeMap<String, f64> {
     let mut found = BTreeMap::new();
     for line in page.lines().filter(|line| !line.starts_with('#')) {
         let Some((name, value)) = line.rsplit_once(' ') else { continue };
         let name = name.split('{').next().unwrap_or(name);
         let short = name.rsplit(':').next().unwrap_or(name);
-        if let (true, Ok(value)) = (IDLE.contains(&short), value.parse::<f64>()) {
+        if let (true, Ok(value)) = (names.contains(&short), value.parse::<f64>()) {
             *found.entry(short.to_owned()).or_default() += value;
         }
     }
@@ -293,8 +301,9 @@ mod tests {
     fn metrics_of_any_prefix_are_read() {
         let page = "# TYPE x gauge\nvt:num_requests_running 2\nvllm:num_requests_waiting{model_name=\"m\"} 1.0\n\
                     vt:kv_cache_usage_perc 0.25\nvt:prompt_tokens_total 9\n";
-        let found = idle_metrics(page);
+        let found = metrics(page, &IDLE);
         assert_eq!(found.len(), 3);
+        assert_eq!(metrics("vt:device_busy_seconds_total 1.5\n", &[DEVICE])[DEVICE], 1.5);
         assert_eq!((found["num_requests_running"], found["kv_cache_usage_perc"]), (2.0, 0.25));
     }
 

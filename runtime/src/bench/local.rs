@@ -2,6 +2,7 @@
 
 use super::{End, Numbers, Request, Sample, Summary, Target, Watch};
 use crate::engine::{EngineHandle, Event, GenerationRequest, SubmitError};
+use crate::metrics::Metrics;
 use std::sync::Arc;
 use std::time::Instant;
 use tokio::task::JoinSet;
@@ -10,12 +11,13 @@ use tokio::task::JoinSet;
 #[derive(Debug)]
 pub struct LocalTarget {
     engine: EngineHandle,
+    metrics: Arc<Metrics>,
 }
 
 impl LocalTarget {
-    /// The engine behind `engine`.
-    pub fn new(engine: EngineHandle) -> Self {
-        Self { engine }
+    /// The engine behind `engine`, which counts in `metrics`.
+    pub fn new(engine: EngineHandle, metrics: Arc<Metrics>) -> Self {
+        Self { engine, metrics }
     }
 
     /// A prompt of random tokens: no two have a beginning in common that a cache could know.
@@ -80,6 +82,10 @@ impl LocalTarget {
 impl Target for LocalTarget {
     type Session = ();
 
+    async fn device_seconds(&self) -> Option<f64> {
+        Some(self.metrics.device_busy.get())
+    }
+
     async fn request(&self, _: &mut (), request: Request) -> Sample {
         let mut watch = Watch::start();
         let input = u64::from(request.input);
@@ -112,7 +118,6 @@ mod tests {
     use super::super::{Extent, Load, run};
     use super::*;
     use crate::engine::{EngineConfig, SchedulerLimits};
-    use crate::metrics::Metrics;
     use crate::test_support::tokenizer::VOCABULARY;
     use crate::test_support::{FakeModel, Script};
 
@@ -124,8 +129,9 @@ mod tests {
             max_sequence_tokens: None,
         };
         let model = FakeModel::new(Script::Letters, 256, 64);
-        let engine = EngineHandle::spawn(Box::new(model), config, Arc::new(Metrics::new("vt"))).unwrap();
-        let target = Arc::new(LocalTarget::new(engine));
+        let metrics = Arc::new(Metrics::new("vt"));
+        let engine = EngineHandle::spawn(Box::new(model), config, Arc::clone(&metrics)).unwrap();
+        let target = Arc::new(LocalTarget::new(engine, metrics));
         let load = Load {
             concurrency: 4,
             extent: Extent::Requests(20),
@@ -138,6 +144,7 @@ mod tests {
         let mut summary = run(&target, &load).await;
         assert_eq!((summary.finished, summary.output_tokens), (20, 100));
         assert_eq!((summary.first_token.count, summary.between_tokens.count), (20, 80));
+        assert!(summary.device_busy.is_some_and(|share| share > 0.0 && share < 1.0));
         target.phases(4, 30, 20, 7, &mut summary).await;
         assert!(summary.prefill_tokens_per_second.is_some_and(|rate| rate > 0.0));
         assert!(summary.decode_tokens_per_second.is_some_and(|rate| rate > 0.0));

@@ -141,6 +141,11 @@ pub trait Target: Send + Sync + 'static {
 
     /// Makes one request and waits for its end.
     fn request(&self, session: &mut Self::Session, request: Request) -> impl Future<Output = Sample> + Send;
+
+    /// Seconds that the target's device has worked so far, where that is known.
+    fn device_seconds(&self) -> impl Future<Output = Option<f64>> + Send {
+        std::future::ready(None)
+    }
 }
 
 /// Random numbers from a counter: SplitMix64 (Steele, Lea, Flood 2014).
@@ -180,6 +185,7 @@ impl Numbers {
 /// Runs a load to its end.
 pub async fn run<T: Target>(target: &Arc<T>, load: &Load) -> Summary {
     let begun = Arc::new(AtomicU32::new(0));
+    let worked = target.device_seconds().await;
     let started = Instant::now();
     let mut clients = JoinSet::new();
     for client in 0..load.concurrency {
@@ -210,7 +216,12 @@ pub async fn run<T: Target>(target: &Arc<T>, load: &Load) -> Summary {
         });
     }
     let samples = clients.join_all().await.concat();
-    Summary::of(load.concurrency, started.elapsed(), &samples)
+    let mut summary = Summary::of(load.concurrency, started.elapsed(), &samples);
+    if let (Some(before), Some(after)) = (worked, target.device_seconds().await) {
+        summary.device_seconds = Some(after - before);
+        summary.device_busy = Some((after - before) / summary.seconds.max(1e-9));
+    }
+    summary
 }
 
 #[cfg(test)]

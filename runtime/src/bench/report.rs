@@ -43,6 +43,12 @@ pub struct Summary {
     pub concurrency: usize,
     /// From the first request to the last answer.
     pub seconds: f64,
+    /// Seconds of these in which the device worked on steps, where the target says so.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub device_seconds: Option<f64>,
+    /// Their share of all: what is missing to 1 is what the engine and the server add, or a lack of requests.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub device_busy: Option<f64>,
     /// Prompts alone, all at once: tokens per second until the last first token. Only in process.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub prefill_tokens_per_second: Option<f64>,
@@ -71,6 +77,8 @@ pub struct Summary {
     pub between_tokens: Distribution,
     /// Milliseconds of whole requests that finished.
     pub whole: Distribution,
+    /// Milliseconds until a request was told to come back.
+    pub until_told: Distribution,
 }
 
 impl Summary {
@@ -96,6 +104,8 @@ impl Summary {
         summary.between_tokens = Distribution::of(answered().flat_map(|sample| sample.gaps.iter().copied()));
         let finished = samples.iter().filter(|sample| sample.end == End::Finished);
         summary.whole = Distribution::of(finished.map(|sample| sample.whole));
+        let told = samples.iter().filter(|sample| matches!(sample.end, End::ToldToWait(_)));
+        summary.until_told = Distribution::of(told.map(|sample| sample.whole));
         summary
     }
 }
@@ -147,12 +157,16 @@ impl Summary {
             "  {:<20} {:10.1} tokens/s ({} in, {} out)",
             "output", self.output_tokens_per_second, self.input_tokens, self.output_tokens
         )?;
+        if let (Some(worked), Some(share)) = (self.device_seconds, self.device_busy) {
+            writeln!(out, "  {:<20} {worked:10.2} s, {share:.3} of the time", "device busy")?;
+        }
         let times = [
             ("to the first token", &self.first_token),
             ("between tokens", &self.between_tokens),
             ("whole requests", &self.whole),
+            ("until told to wait", &self.until_told),
         ];
-        for (name, times) in times {
+        for (name, times) in times.into_iter().filter(|(name, times)| times.count > 0 || !name.starts_with("until")) {
             let Distribution { mean, p50, p90, p99, .. } = times;
             writeln!(out, "  {name:<20} {p50:10.2} ms p50 {p90:10.2} p90 {p99:10.2} p99 {mean:10.2} mean")?;
         }

@@ -17,7 +17,7 @@ pub struct Bench {
     #[arg(long, value_name = "URL", env = "VT_URL")]
     pub url: Option<String>,
     /// Requests at once; several values are measured one after the other.
-    #[arg(long, value_name = "N", env = "VT_CONCURRENCY", value_delimiter = ',', default_value = "1,8", value_parser = clap::value_parser!(u16).range(1..=4096))]
+    #[arg(long, value_name = "N", env = "VT_CONCURRENCY", value_delimiter = ',', default_value = "1,8", value_parser = clap::value_parser!(u16).range(1..=32768))]
     pub concurrency: Vec<u16>,
     /// Requests to make at each concurrency; four times as many as run at once where this and --seconds are absent.
     #[arg(long, value_name = "N", env = "VT_REQUESTS", conflicts_with = "seconds", value_parser = clap::value_parser!(u32).range(1..))]

@@ -9,6 +9,7 @@
 //! `block_table[p / block_len]`, slot `p % block_len`.
 
 use super::sampling::SamplingParams;
+use std::time::Duration;
 use thiserror::Error;
 
 /// Positions in one block of the key/value cache.
@@ -229,6 +230,12 @@ pub trait Model: Send {
     /// [`ModelError::InvalidStep`] where the batch breaks the contract, before anything is written;
     /// [`ModelError::Device`] where the device failed.
     fn forward(&mut self, batch: &[SequenceStep<'_>], logits: &mut LogitsBuffer) -> Result<(), ModelError>;
+
+    /// How long the device worked on the last step, where it measures that itself; where it does not, a step's time is that of
+    /// the call.
+    fn device_time(&self) -> Option<Duration> {
+        None
+    }
 
     /// Whether [`Model::forward_and_choose`] takes these choices. A model on the host never does: its logits are where
     /// they are sampled.

@@ -159,6 +159,7 @@ impl Scheduler {
                 }
             })
             .collect();
+        let begun = Instant::now();
         let outcome = match &choices {
             None => {
                 self.logits.reset(batch.iter().map(SequenceStep::logits_rows).sum());
@@ -182,7 +183,10 @@ impl Scheduler {
             }
             Err(error) => return Err(error),
         }
+        let busy = self.model.device_time().unwrap_or_else(|| begun.elapsed());
+        self.metrics.device_busy.inc_by(busy.as_secs_f64());
         let tokens: usize = plan.iter().map(|part| part.count).sum();
+        tracing::trace!(tokens, sequences = plan.len(), ?busy, call = ?begun.elapsed(), "a step");
         self.metrics.iteration_tokens.observe(tokens as f64);
         let now = Instant::now();
         let mut row = 0;

@@ -32,7 +32,12 @@ const REQUEST_BUCKETS: [f64; 21] = [
 const ITERATION_BUCKETS: [f64; 15] =
     [1.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0, 32768.0, 65536.0];
 
+/// Seconds in which a request is told to come back later.
+const REFUSAL_BUCKETS: [f64; 12] =
+    [0.000_01, 0.000_025, 0.000_05, 0.000_1, 0.000_25, 0.000_5, 0.001, 0.005, 0.025, 0.1, 0.5, 2.5];
+
 type FloatGauge = Gauge<f64, AtomicU64>;
+type FloatCounter = Counter<f64, AtomicU64>;
 
 #[derive(Debug, Clone, Hash, PartialEq, Eq, EncodeLabelSet)]
 struct ReasonLabel {
@@ -105,6 +110,10 @@ pub struct Metrics {
     pub request_decode_time: Histogram,
     /// Tokens per step.
     pub iteration_tokens: Histogram,
+    /// From a request's head to the answer that the queue is full.
+    pub request_refusal_time: Histogram,
+    /// Seconds that the device spent on steps; on the CPU, seconds of the steps themselves.
+    pub device_busy: FloatCounter,
     /// Bytes read while loading.
     pub load_bytes: Counter,
     /// Loads refused because bytes did not match their hash.
@@ -135,6 +144,8 @@ impl Metrics {
             request_prefill_time: Histogram::new(REQUEST_BUCKETS),
             request_decode_time: Histogram::new(REQUEST_BUCKETS),
             iteration_tokens: Histogram::new(ITERATION_BUCKETS),
+            request_refusal_time: Histogram::new(REFUSAL_BUCKETS),
+            device_busy: FloatCounter::default(),
             load_bytes: Counter::default(),
             verify_failures: Counter::default(),
             request_success: Family::default(),
@@ -169,6 +180,8 @@ impl Metrics {
             request_prefill_time as "request_prefill_time_seconds": "First step to first token";
             request_decode_time as "request_decode_time_seconds": "First token to last";
             iteration_tokens as "iteration_tokens_total": "Tokens per step";
+            request_refusal_time as "request_refusal_time_seconds": "Head of a request to 429";
+            device_busy as "device_busy_seconds": "Time that the device spent on steps";
             load_bytes as "load_bytes": "Bytes read while loading";
             verify_failures as "verify_failures": "Loads refused because of a wrong hash";
             request_success as "request_success": "Requests that ended, by reason";
@@ -245,6 +258,8 @@ mod tests {
             "vt:request_decode_time_seconds_count 0",
             "vt:iteration_tokens_total_count 0",
             "vt:load_seconds{phase=\"open\"} 1.5",
+            "vt:request_refusal_time_seconds_count 0",
+            "vt:device_busy_seconds_total 0.0",
             "vt:load_bytes_total 0",
             "vt:bundle_info{digest=\"abc\",layout=\"marlin\",format=\"1\"} 1",
             "vt:verify_failures_total 0",

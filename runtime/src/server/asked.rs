@@ -4,13 +4,16 @@ use super::auth::Tenant;
 use super::error::{ApiError, body_rejection};
 use super::fields::{Fields, parse_object};
 use super::state::{AppState, Served};
-use axum::body::Bytes;
+use axum::body::{Body, Bytes, HttpBody};
 use axum::extract::{FromRequest, Request};
+use axum::http::header::EXPECT;
+use http_body_util::BodyExt;
 use serde_json::{Map, Value};
 use std::sync::Arc;
+use std::time::Duration;
 
 /// A body that is a JSON object, from somebody who may ask, for a model that is there and has room in its queue. The queue is
-/// looked at before the body is read: a request that is refused costs nothing.
+/// looked at before anything is made of the body: a request that is refused costs next to nothing.
 #[derive(Debug)]
 pub struct Asked {
     /// What all handlers share.
@@ -27,7 +30,13 @@ impl FromRequest<Arc<AppState>> for Asked {
     type Rejection = ApiError;
 
     async fn from_request(request: Request, state: &Arc<AppState>) -> Result<Self, ApiError> {
-        let served = state.served_for_generation()?;
+        let served = match state.served_for_generation() {
+            Ok(served) => served,
+            Err(error) => {
+                discard(request, state.config.max_body_bytes).await;
+                return Err(error);
+            }
+        };
         let tenant = request.extensions().get::<Tenant>().copied().unwrap_or_default();
         let object = read_object(request, state).await?;
         Ok(Self { state: Arc::clone(state), served, tenant, object })
@@ -52,7 +61,33 @@ impl Asked {
 /// # Errors
 /// 413 where it is too large, 400 where it is no object.
 pub async fn read_object(request: Request, state: &AppState) -> Result<Map<String, Value>, ApiError> {
+    let limit = state.config.max_body_bytes;
+    if request.body().size_hint().lower() > limit as u64 {
+        discard(request, limit).await;
+        return Err(ApiError::too_large(limit));
+    }
     let body = Bytes::from_request(request, &()).await;
-    let body = body.map_err(|error| body_rejection(&error, state.config.max_body_bytes))?;
+    let body = body.map_err(|error| body_rejection(&error, limit))?;
     parse_object(&body)
+}
+
+/// Reads the body of a request that is refused, and forgets it. Closing a connection on a client that still sends makes its
+/// system throw away the answer. Bodies of several times the `limit` are not read to their end, nor slow ones, nor those that
+/// the client would only send when it is told to go on.
+pub async fn discard(request: Request, limit: usize) {
+    /// As long as nginx lingers.
+    const PATIENCE: Duration = Duration::from_secs(5);
+    if request.headers().contains_key(EXPECT) {
+        return;
+    }
+    let read = async |mut body: Body| {
+        let mut rest = limit.saturating_mul(4);
+        while let Some(Ok(frame)) = body.frame().await {
+            let bytes = frame.data_ref().map_or(0, Bytes::len);
+            let Some(left) = rest.checked_sub(bytes) else { return };
+            rest = left;
+        }
+    };
+    // Whatever is left after that belongs to a client that does not listen.
+    let _ = tokio::time::timeout(PATIENCE, read(request.into_body())).await;
 }

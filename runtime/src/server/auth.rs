@@ -1,5 +1,6 @@
 //! API keys.
 
+use super::asked::discard;
 use super::error::ApiError;
 use super::state::AppState;
 use crate::engine::CacheSalt;
@@ -66,6 +67,7 @@ pub async fn authenticate(State(state): State<Arc<AppState>>, mut request: Reque
     if let Some(tenant) = tenant {
         request.extensions_mut().insert(tenant);
     } else if request.uri().path() != "/health" {
+        discard(request, state.config.max_body_bytes).await;
         return ApiError::unauthorized().into_response();
     }
     next.run(request).await

@@ -12,13 +12,16 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncWrite};
-use tokio::net::{TcpListener, TcpStream, UnixListener, UnixStream};
+use tokio::net::{TcpListener, TcpSocket, TcpStream, UnixListener, UnixStream};
 use tokio::sync::watch;
 
 /// Time that a client has for the head of its first request, or for its next one: as long as nginx waits.
 const IDLE_TIMEOUT: Duration = Duration::from_secs(75);
 /// Bytes of a request's head, at most, and of a connection's buffers.
 const MAX_HEADER_BYTES: usize = 64 << 10;
+/// Connections that the system completes before they are accepted; it caps this at `net.core.somaxconn`. Of those beyond, it drops
+/// the packets, and their clients try again only after 1, 3 and 7 seconds.
+const BACKLOG: u32 = 16 << 10;
 /// Pause after a connection that could not be accepted.
 const PAUSE_AFTER_ERROR: Duration = Duration::from_millis(50);
 
@@ -62,7 +65,7 @@ impl Bound {
     pub async fn bind(endpoint: &Endpoint) -> io::Result<Self> {
         match endpoint {
             Endpoint::Tcp { host, port } => {
-                let listener = TcpListener::bind((host.as_str(), *port)).await?;
+                let listener = listen(host, *port).await?;
                 let address = listener.local_addr()?;
                 Ok(Self::Tcp(listener, address))
             }
@@ -94,6 +97,25 @@ impl Bound {
             }
         }
     }
+}
+
+/// Listens on the first address of the host that can be had.
+async fn listen(host: &str, port: u16) -> io::Result<TcpListener> {
+    let mut failure = io::Error::new(io::ErrorKind::AddrNotAvailable, "the name has no address");
+    for address in tokio::net::lookup_host((host, port)).await? {
+        let bound = (|| {
+            let socket = if address.is_ipv4() { TcpSocket::new_v4() } else { TcpSocket::new_v6() }?;
+            // A server that was just stopped leaves connections behind that the system still remembers.
+            socket.set_reuseaddr(true)?;
+            socket.bind(address)?;
+            socket.listen(BACKLOG)
+        })();
+        match bound {
+            Ok(listener) => return Ok(listener),
+            Err(error) => failure = error,
+        }
+    }
+    Err(failure)
 }
 
 /// A bound socket of any kind.

@@ -33,21 +33,21 @@ mod work;
 #[cfg(test)]
 mod tests;
 
-pub use listen::Endpoint;
+pub use listen::{Endpoint, raise_open_files_limit};
 pub use state::{AppState, LoadProgress, ModelCard, Served};
 
 use crate::metrics::Metrics;
 use axum::Router;
-use axum::extract::DefaultBodyLimit;
-use axum::http::{HeaderName, HeaderValue, Request};
-use axum::middleware::from_fn_with_state;
-use axum::response::IntoResponse;
+use axum::extract::{DefaultBodyLimit, State};
+use axum::http::{HeaderName, HeaderValue, Request, StatusCode};
+use axum::middleware::{Next, from_fn_with_state};
+use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use error::ApiError;
 use listen::Bound;
 use std::io;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use thiserror::Error;
 use tokio::sync::{oneshot, watch};
 use tower_http::catch_panic::CatchPanicLayer;
@@ -215,6 +215,7 @@ pub fn router(state: &Arc<AppState>) -> Result<Router, String> {
         .layer(CatchPanicLayer::custom(|_| {
             ApiError::internal("the request made the server fail; see its log").into_response()
         }))
+        .layer(from_fn_with_state(Arc::clone(state), time_refusals))
         .layer(PropagateRequestIdLayer::new(request_id.clone()))
         .layer(SetRequestIdLayer::new(request_id, NewRequestId));
     if !state.config.allowed_origins.is_empty() {
@@ -233,6 +234,16 @@ fn cors(origins: &[String]) -> Result<CorsLayer, String> {
         .map(|origin| HeaderValue::from_str(origin).map_err(|_| origin.clone()))
         .collect::<Result<Vec<_>, _>>()?;
     Ok(layer.allow_origin(AllowOrigin::list(origins)))
+}
+
+/// Measures how long requests wait for being told to come back later.
+async fn time_refusals(State(state): State<Arc<AppState>>, request: axum::extract::Request, next: Next) -> Response {
+    let arrived = Instant::now();
+    let response = next.run(request).await;
+    if response.status() == StatusCode::TOO_MANY_REQUESTS {
+        state.metrics.request_refusal_time.observe(arrived.elapsed().as_secs_f64());
+    }
+    response
 }
 
 /// Gives requests that bring no id one of ours.

@@ -5,6 +5,7 @@ use super::{Failure, print, to_json};
 use crate::bench::{self, Extent, HttpTarget, Load, LocalTarget, Report, Summary};
 use crate::cli::{Bench, Cli};
 use crate::metrics::Metrics;
+use crate::server::raise_open_files_limit;
 use crate::stats::Startup;
 use anyhow::anyhow;
 use std::collections::BTreeMap;
@@ -42,6 +43,7 @@ fn load_of(args: &Bench, concurrency: u16) -> Load {
 }
 
 fn remote(args: &Bench, url: &str) -> Result<Report, Failure> {
+    raise_open_files_limit();
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
     let runtime = runtime.map_err(|e| Failure::new(6, e))?;
     runtime.block_on(async {
@@ -65,8 +67,9 @@ fn local(args: &Bench, mut startup: Startup) -> Result<Report, Failure> {
     let cli = Cli::for_bundle(bundle, args.device.clone(), memory).map_err(|e| Failure::new(2, e))?;
     let ready = Opened::open(&cli, &mut startup)?.into_model(&mut startup, &|_| ())?;
     let text = ready.text(&cli, false)?;
-    let engine = ready.into_engine(&cli, text.as_ref(), Arc::new(Metrics::new("vt")))?;
-    let target = Arc::new(LocalTarget::new(engine));
+    let metrics = Arc::new(Metrics::new("vt"));
+    let engine = ready.into_engine(&cli, text.as_ref(), Arc::clone(&metrics))?;
+    let target = Arc::new(LocalTarget::new(engine, metrics));
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
     let runtime = runtime.map_err(|e| Failure::new(6, e))?;
     let longest = |lengths: &[u32]| lengths.iter().copied().max().unwrap_or(1);

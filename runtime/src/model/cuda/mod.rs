@@ -29,12 +29,13 @@ use crate::load::{CudaArena, LoadError, LoadedBundle};
 use forward::{Kernels, Pass};
 use network::{Builder, Network};
 use std::collections::BTreeMap;
+use std::time::Duration;
 use step::{StepLayout, StepShape};
 use vt_bundle::Bundle;
 use vt_kernels::cuda::attention::DecodeWorkspace;
 use vt_kernels::cuda::kv_cache::{CudaKvCache, CudaKvType, KvScales};
 use vt_kernels::cuda::sampling::SamplingResult;
-use vt_kernels::cuda::{CudaError, CudaGraph, CudaStream, DeviceMemory, Inbox, Outbox};
+use vt_kernels::cuda::{CudaError, CudaGraph, CudaStream, DeviceMemory, Inbox, Outbox, Stopwatch};
 use vt_kernels::kv_cache::KvShape;
 use workspace::{WorkspaceLayout, step_bytes};
 
@@ -81,6 +82,9 @@ pub struct CudaModel {
     graphs: BTreeMap<(usize, Option<usize>), CudaGraph>,
     outbox: Outbox,
     inboxes: [Inbox; 2],
+    stopwatch: Stopwatch,
+    /// What the device spent on the last step.
+    busy: Option<Duration>,
     kernels: Kernels,
     cache: CudaKvCache,
     workspace: DeviceMemory,
@@ -165,9 +169,10 @@ impl CudaModel {
             let outbox = Outbox::new(context, usize::try_from(step_bytes(&limits)).unwrap_or(usize::MAX))?;
             let piece = LOGITS_PIECE.max(4 * network.head.stride).max(limits.sequences * SamplingResult::BYTES);
             let inboxes = [Inbox::new(context, piece)?, Inbox::new(context, piece)?];
-            Ok((stream, cache, kernels, decode, layout, workspace, outbox, inboxes))
+            let stopwatch = Stopwatch::new(context)?;
+            Ok((stream, cache, kernels, decode, layout, workspace, outbox, inboxes, stopwatch))
         })();
-        let (stream, cache, kernels, decode, layout, workspace, outbox, inboxes) = made.map_err(|e| failed(&e))?;
+        let (stream, cache, kernels, decode, layout, workspace, outbox, inboxes, stopwatch) = made.map_err(|e| failed(&e))?;
         let info = ModelInfo {
             vocab_size: config.vocab_size,
             context_length: options.limits.context,
@@ -181,6 +186,8 @@ impl CudaModel {
             graphs,
             outbox,
             inboxes,
+            stopwatch,
+            busy: None,
             kernels,
             cache,
             workspace,
@@ -238,6 +245,7 @@ impl CudaModel {
             [] => layout.bytes as usize,
             choices => choose::fill(choices, shape.wanted, &layout, to, bytes),
         };
+        self.stopwatch.begin(&self.stream)?;
         self.outbox.send(&self.stream, len, to)
     }
 
@@ -293,7 +301,9 @@ impl CudaModel {
         }
         let (from, bytes) = (self.workspace.address() + self.layout.chosen, shape.wanted * SamplingResult::BYTES);
         self.inboxes[0].receive(&self.stream, from, bytes)?;
+        self.stopwatch.end(&self.stream)?;
         choose::read(self.inboxes[0].wait()?, shape.wanted, chosen);
+        self.busy = Some(self.stopwatch.elapsed()?);
         Ok(())
     }
 
@@ -332,7 +342,8 @@ impl CudaModel {
         if let Some(padded) = self.recorded(&shape, batch.len()) {
             self.send(batch, &[], &padded)?;
             self.generate(padded, None)?;
-            return self.read_logits(shape.wanted, &mut logits.rows_mut()[..shape.wanted * vocabulary]);
+            self.read_logits(shape.wanted, &mut logits.rows_mut()[..shape.wanted * vocabulary])?;
+            return self.note_time();
         }
         self.send(batch, &[], &shape)?;
         self.pass(shape).layers()?;
@@ -341,10 +352,13 @@ impl CudaModel {
             self.pass(shape).logits(first, rows)?;
             self.read_logits(rows, &mut logits.rows_mut()[first * vocabulary..(first + rows) * vocabulary])?;
         }
-        if shape.wanted == 0 {
-            // An error of the device belongs to this step, not to the next.
-            self.stream.synchronize()?;
-        }
+        self.note_time()
+    }
+
+    /// Waits for the step, so that an error of the device belongs to it and not to the next, and notes what it took there.
+    fn note_time(&mut self) -> Result<(), CudaError> {
+        self.stopwatch.end(&self.stream)?;
+        self.busy = Some(self.stopwatch.elapsed()?);
         Ok(())
     }
 }
@@ -376,6 +390,10 @@ impl Model for CudaModel {
             }
         }
         Ok(())
+    }
+
+    fn device_time(&self) -> Option<Duration> {
+        self.busy
     }
 
     fn can_choose(&self, choices: &[RowChoice<'_>]) -> bool {

@@ -50,7 +50,10 @@ impl Client {
         for (name, value) in headers {
             head.push_str(&format!("{name}: {value}\r\n"));
         }
-        head.push_str(&format!("content-length: {}\r\n\r\n", body.len()));
+        if !headers.iter().any(|(name, _)| *name == "content-length") {
+            head.push_str(&format!("content-length: {}\r\n", body.len()));
+        }
+        head.push_str("\r\n");
         stream.write_all(head.as_bytes()).await.unwrap();
         let _ = stream.write_all(body).await;
         stream

@@ -64,6 +64,26 @@ async fn a_burst_beyond_the_queue_is_told_to_wait() {
 }
 
 #[tokio::test]
+async fn a_refusal_reaches_a_client_that_sends_much() {
+    let config = ServerConfig { max_body_bytes: 4 << 20, ..ServerConfig::default() };
+    let full = rig_with(letters(), 0, config.clone()).await;
+    let locked = rig_with(letters(), 8, ServerConfig { api_keys: vec!["k".to_owned()], ..config }).await;
+    let (large, too_large) = (vec![b' '; 3 << 20], vec![b' '; 9 << 20]);
+    // Answers are lost by chance only, so that one of each would not tell.
+    for _ in 0..8 {
+        for (rig, body, status) in [(&full, &large, 429), (&locked, &large, 401), (&full, &too_large, 429)] {
+            rig.client.post("/v1/completions", body).await.error(status);
+        }
+        full.client.post("/tokenize", &too_large).await.error(413);
+    }
+    assert!(full.client.get("/metrics").await.text().contains("vt:request_refusal_time_seconds_count 16"));
+    // One that first asks whether to send is told at once, and sends nothing.
+    let asking = [("expect", "100-continue"), ("content-length", "3000000")];
+    let asked = full.client.request("POST", "/v1/completions", &asking, &[]);
+    tokio::time::timeout(Duration::from_secs(2), asked).await.unwrap().error(429);
+}
+
+#[tokio::test]
 async fn keys_protect_everything_but_health() {
     let config = ServerConfig { api_keys: vec!["secret".to_owned()], ..ServerConfig::default() };
     let rig = rig_with(letters(), 8, config).await;
