@@ -283,7 +283,7 @@ fn check_choices(name: &str, model: &mut CudaModel) {
             .collect();
         assert!(model.can_choose(&choices));
         let mut chosen = Vec::new();
-        model.forward_and_choose(&batch, &choices, limit, &mut chosen).unwrap();
+        model.forward_and_choose(&batch, &choices, limit, &mut chosen, &mut || ()).unwrap();
         let mut scratch = SamplingScratch::default();
         let mut tokens = Vec::new();
         for (s, found) in chosen.iter().enumerate() {

@@ -4,7 +4,7 @@ use super::model::Model;
 use super::queue::Queue;
 use super::request::{EventStream, GenerationRequest, SubmitError};
 use super::scheduler::{Scheduler, SchedulerLimits};
-use super::sequence::Sequence;
+use super::sequence::{Outgoing, Sequence};
 use crate::metrics::Metrics;
 use std::io;
 use std::sync::Arc;
@@ -177,6 +177,7 @@ impl EngineHandle {
 fn run(mut scheduler: Scheduler, mut inbox: UnboundedReceiver<Command>, alive: &AliveGuard) {
     loop {
         if scheduler.is_idle() {
+            scheduler.deliver();
             match inbox.blocking_recv() {
                 Some(Command::Add(sequence)) => scheduler.add(*sequence),
                 Some(Command::Wake) => {}
@@ -199,11 +200,13 @@ fn run(mut scheduler: Scheduler, mut inbox: UnboundedReceiver<Command>, alive: &
             scheduler.fail_all(&reason);
             // Whoever submitted in the meantime is told as well.
             inbox.close();
+            let mut outgoing = Outgoing::default();
             while let Ok(command) = inbox.try_recv() {
                 if let Command::Add(mut sequence) = command {
-                    sequence.fail(reason.clone());
+                    sequence.fail(reason.clone(), &mut outgoing);
                 }
             }
+            outgoing.deliver();
             return;
         }
     }

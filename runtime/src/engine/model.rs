@@ -245,7 +245,8 @@ pub trait Model: Send {
 
     /// As [`Model::forward`], but the logits stay where they are, and only what was chosen from them comes back: one entry of
     /// `chosen` for each of the `choices`, which are those of the sequences that want their last logits, in order. Tokens
-    /// from `token_limit` on are never chosen. A row without meaning is an entry without a token.
+    /// from `token_limit` on are never chosen. A row without meaning is an entry without a token. `meanwhile` is called once,
+    /// where nothing fails before: when the device has its work and the host would wait.
     ///
     /// # Errors
     /// As [`Model::forward`]; [`ModelError::Device`] where the model cannot choose.
@@ -255,6 +256,7 @@ pub trait Model: Send {
         _choices: &[RowChoice<'_>],
         _token_limit: usize,
         _chosen: &mut Vec<Chosen>,
+        _meanwhile: &mut dyn FnMut(),
     ) -> Result<(), ModelError> {
         Err(ModelError::Device { operation: "sampling", reason: "this model does not choose tokens".to_owned() })
     }

@@ -15,7 +15,7 @@ use super::model::{
 };
 use super::request::{Event, FinishReason};
 use super::sampling::{SamplingScratch, TokenLogprobs, logprobs_of};
-use super::sequence::Sequence;
+use super::sequence::{Outgoing, Sequence};
 use crate::metrics::Metrics;
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -57,6 +57,8 @@ pub(super) struct Scheduler {
     /// In order of arrival.
     running: Vec<Sequence>,
     next_order: u64,
+    /// What the last step brought, until the device has the next one.
+    outgoing: Outgoing,
     logits: LogitsBuffer,
     /// What the model chose in the present step.
     chosen: Vec<Chosen>,
@@ -86,6 +88,7 @@ impl Scheduler {
             waiting: VecDeque::new(),
             running: Vec::new(),
             next_order: 0,
+            outgoing: Outgoing::default(),
             raw: Vec::new(),
             scratch: SamplingScratch::default(),
             metrics,
@@ -108,19 +111,25 @@ impl Scheduler {
     /// Ends all sequences with [`FinishReason::Abort`].
     pub fn abort_all(&mut self) {
         let reason = FinishReason::Abort;
-        self.end_all(reason.as_str(), |sequence| sequence.finish(reason, None));
+        self.end_all(reason.as_str(), |sequence, outgoing| sequence.finish(reason, None, outgoing));
     }
 
     /// Ends all sequences with a failure.
     pub fn fail_all(&mut self, reason: &str) {
-        self.end_all("error", |sequence| sequence.fail(reason.to_owned()));
+        self.end_all("error", |sequence, outgoing| sequence.fail(reason.to_owned(), outgoing));
     }
 
-    fn end_all(&mut self, label: &'static str, mut end: impl FnMut(&mut Sequence)) {
+    /// Hands over what the last step brought, where no other step follows.
+    pub fn deliver(&mut self) {
+        self.outgoing.deliver();
+    }
+
+    fn end_all(&mut self, label: &'static str, mut end: impl FnMut(&mut Sequence, &mut Outgoing)) {
         for sequence in self.waiting.iter_mut().chain(&mut self.running) {
-            end(sequence);
+            end(sequence, &mut self.outgoing);
             self.metrics.count_finished(label);
         }
+        self.deliver();
         self.remove_ended();
         self.update_gauges();
     }
@@ -139,9 +148,10 @@ impl Scheduler {
             if self.running.is_empty()
                 && let Some(sequence) = self.waiting.front_mut()
             {
-                sequence.fail("the sequence does not fit the key/value cache".to_owned());
+                sequence.fail("the sequence does not fit the key/value cache".to_owned(), &mut self.outgoing);
                 self.remove_ended();
             }
+            self.deliver();
             self.update_gauges();
             return Ok(());
         }
@@ -162,13 +172,15 @@ impl Scheduler {
         let begun = Instant::now();
         let outcome = match &choices {
             None => {
+                self.outgoing.deliver();
                 self.logits.reset(batch.iter().map(SequenceStep::logits_rows).sum());
                 self.model.forward(&batch, &mut self.logits)
             }
             Some(prepared) => {
                 let choices = prepared.rows(&self.running);
                 let limit = self.limits.token_limit;
-                self.model.forward_and_choose(&batch, &choices, limit, &mut self.chosen)
+                let deliver = &mut || self.outgoing.deliver();
+                self.model.forward_and_choose(&batch, &choices, limit, &mut self.chosen, deliver)
             }
         };
         drop(batch);
@@ -177,7 +189,7 @@ impl Scheduler {
             Err(ModelError::NotFinite { index } | ModelError::InvalidStep { index, .. }) if index < plan.len() => {
                 let reason = outcome.err().map_or_else(String::new, |error| error.to_string());
                 tracing::error!(%reason, "a sequence failed");
-                self.running[plan[index].index].fail(reason);
+                self.running[plan[index].index].fail(reason, &mut self.outgoing);
                 self.remove_ended();
                 return Ok(());
             }
@@ -392,7 +404,8 @@ impl Scheduler {
         if !sequence.started {
             sequence.started = true;
             let prompt_logprobs = std::mem::take(&mut sequence.prompt_logprobs);
-            sequence.send(Event::Started { cached_tokens: sequence.cached_tokens, prompt_logprobs });
+            let started = Event::Started { cached_tokens: sequence.cached_tokens, prompt_logprobs };
+            sequence.send(started, &mut self.outgoing);
             if sequence.max_tokens == 0 {
                 self.end(part.index, FinishReason::Length, None, now);
                 return;
@@ -404,7 +417,7 @@ impl Scheduler {
         let choice = if was_chosen { self.take_chosen(row) } else { self.sample(part.index, row + rows - 1) };
         match choice {
             Ok((token, logprobs)) => self.accept(part.index, token, logprobs, now),
-            Err(reason) => self.running[part.index].fail(reason),
+            Err(reason) => self.running[part.index].fail(reason, &mut self.outgoing),
         }
     }
 
@@ -425,7 +438,7 @@ impl Scheduler {
             let next = sequence.tokens[position + 1];
             match logprobs_of(logits, next, top, &mut self.scratch) {
                 Ok(logprobs) => sequence.prompt_logprobs.push(logprobs),
-                Err(_) => sequence.fail(not_finite()),
+                Err(_) => sequence.fail(not_finite(), &mut self.outgoing),
             }
         }
     }
@@ -496,10 +509,10 @@ impl Scheduler {
         }
         sequence.tokens.push(token);
         sequence.sampler.accept(token);
-        sequence.send(Event::Token { id: token, logprobs });
+        sequence.send(Event::Token { id: token, logprobs }, &mut self.outgoing);
         if let Some(constraint) = &mut sequence.constraint {
             if let Err(error) = constraint.accept(token) {
-                sequence.fail(error.to_string());
+                sequence.fail(error.to_string(), &mut self.outgoing);
                 return;
             }
             if constraint.is_complete() {
@@ -533,7 +546,7 @@ impl Scheduler {
 
     fn end(&mut self, index: usize, reason: FinishReason, stop_token: Option<u32>, now: Instant) {
         let sequence = &mut self.running[index];
-        sequence.finish(reason, stop_token);
+        sequence.finish(reason, stop_token, &mut self.outgoing);
         count_end(&self.metrics, sequence, reason, now);
     }
 

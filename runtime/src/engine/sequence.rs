@@ -12,6 +12,20 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 use tokio::sync::mpsc::UnboundedSender;
 
+/// Events on their way to their receivers. Waking a receiver takes time that a device should not wait for, so that events are
+/// collected and delivered when it has its next step.
+#[derive(Debug, Default)]
+pub(super) struct Outgoing(Vec<(UnboundedSender<Event>, Event)>);
+
+impl Outgoing {
+    /// Hands over everything, in order; a receiver that has gone is noticed by [`Sequence::is_cancelled`].
+    pub fn deliver(&mut self) {
+        for (to, event) in self.0.drain(..) {
+            let _ = to.send(event);
+        }
+    }
+}
+
 /// Everything that the scheduler knows of a sequence. All of it but `blocks`, `computed` and `registered`
 /// survives preemption.
 #[derive(Debug)]
@@ -125,26 +139,23 @@ impl Sequence {
         self.stopped.load(Ordering::Acquire)
     }
 
-    /// Reports an event; a receiver that has gone is noticed by [`Self::is_cancelled`].
-    pub fn send(&self, event: Event) {
-        let _ = self.events.send(event);
+    /// Reports an event.
+    pub fn send(&self, event: Event, outgoing: &mut Outgoing) {
+        outgoing.0.push((self.events.clone(), event));
     }
 
     /// Reports the end and marks the sequence for removal.
-    pub fn finish(&mut self, reason: FinishReason, stop_token: Option<u32>) {
+    pub fn finish(&mut self, reason: FinishReason, stop_token: Option<u32>, outgoing: &mut Outgoing) {
         self.finished = true;
-        self.send(Event::Finished(Finish {
-            reason,
-            generated_tokens: self.generated() + usize::from(stop_token.is_some()),
-            stop_token,
-            timings: self.timings(),
-        }));
+        let generated_tokens = self.generated() + usize::from(stop_token.is_some());
+        let finish = Finish { reason, generated_tokens, stop_token, timings: self.timings() };
+        self.send(Event::Finished(finish), outgoing);
     }
 
     /// Reports a failure and marks the sequence for removal.
-    pub fn fail(&mut self, reason: String) {
+    pub fn fail(&mut self, reason: String, outgoing: &mut Outgoing) {
         self.finished = true;
-        self.send(Event::Failed(reason));
+        self.send(Event::Failed(reason), outgoing);
     }
 
     /// Where the time went so far.

@@ -282,6 +282,7 @@ impl CudaModel {
         choices: &[RowChoice<'_>],
         token_limit: usize,
         chosen: &mut Vec<Chosen>,
+        meanwhile: &mut dyn FnMut(),
     ) -> Result<(), CudaError> {
         let shape = StepShape::of(batch, self.options.deterministic);
         match self.recorded(&shape, batch.len()) {
@@ -302,6 +303,7 @@ impl CudaModel {
         let (from, bytes) = (self.workspace.address() + self.layout.chosen, shape.wanted * SamplingResult::BYTES);
         self.inboxes[0].receive(&self.stream, from, bytes)?;
         self.stopwatch.end(&self.stream)?;
+        meanwhile();
         choose::read(self.inboxes[0].wait()?, shape.wanted, chosen);
         self.busy = Some(self.stopwatch.elapsed()?);
         Ok(())
@@ -406,13 +408,14 @@ impl Model for CudaModel {
         choices: &[RowChoice<'_>],
         token_limit: usize,
         chosen: &mut Vec<Chosen>,
+        meanwhile: &mut dyn FnMut(),
     ) -> Result<(), ModelError> {
         check_batch(&self.info, batch)?;
         chosen.clear();
         if batch.is_empty() {
             return Ok(());
         }
-        let computed = self.choose(batch, choices, token_limit, chosen);
+        let computed = self.choose(batch, choices, token_limit, chosen, meanwhile);
         computed.map_err(|e| ModelError::Device { operation: "a step", reason: e.to_string() })
     }
 }
