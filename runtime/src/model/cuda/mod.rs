@@ -172,7 +172,8 @@ impl CudaModel {
             let stopwatch = Stopwatch::new(context)?;
             Ok((stream, cache, kernels, decode, layout, workspace, outbox, inboxes, stopwatch))
         })();
-        let (stream, cache, kernels, decode, layout, workspace, outbox, inboxes, stopwatch) = made.map_err(|e| failed(&e))?;
+        let (stream, cache, kernels, decode, layout, workspace, outbox, inboxes, stopwatch) =
+            made.map_err(|e| failed(&e))?;
         let info = ModelInfo {
             vocab_size: config.vocab_size,
             context_length: options.limits.context,
