@@ -357,6 +357,41 @@ fn decode_is_the_cpu_s_attention_whatever_the_batch() {
     }
 }
 
+/// Thread blocks that come from one chunk to the next, of all lengths, with copies far ahead.
+#[test]
+fn decode_of_many_chunks_is_the_cpu_s_attention_every_time() {
+    let Some(device) = Device::open() else { return };
+    let mut random = Random(23);
+    for mut case in models().into_iter().take(3) {
+        case.sequences = (0..300).map(|_| (1 + random.below(400), 1)).collect();
+        let caches = fill(&device, &case, &mut random);
+        let queries = Queries::new(&device, &case, &mut random);
+        let launch = Launch { device: &device, case: &case, caches: &caches, queries: &queries };
+        let workspace = DecodeWorkspace::new(300, 400, case.heads, caches.device.shape()).unwrap();
+        let room = device.poisoned(workspace.bytes() as usize);
+        let steps: Vec<(usize, u32, u32)> =
+            case.sequences.iter().enumerate().map(|(i, s)| (i, i as u32, s.0 as u32)).collect();
+        let arrays = launch.arrays(&steps);
+        let [attention, _] = kernels(&device, &case, &caches);
+        let run = || {
+            let out = launch.out();
+            let batch = launch.batch(&arrays, &out);
+            let (shape, scales) = (case.shape(), caches.scales);
+            attention
+                .decode(&device.stream, &shape, &caches.device, LAYER, scales, &batch, &workspace, room.address())
+                .unwrap();
+            device.stream.synchronize().unwrap();
+            out
+        };
+        let first = run();
+        launch.check(&first, &expected(&case, &caches, &queries));
+        let first = device.read(&first);
+        for _ in 0..200 {
+            assert!(device.read(&run()) == first, "{case:?}");
+        }
+    }
+}
+
 #[test]
 fn a_captured_decode_follows_the_lengths_in_memory() {
     let Some(device) = Device::open() else { return };

@@ -32,6 +32,7 @@ struct Ring {
     static constexpr uint32_t kStageBytes = 2 * kBoxes * kBoxBytes;
     static constexpr uint32_t kBytes = 65536, kStages = kBytes / kStageBytes;
     static_assert(kStages <= kMostStages, "barriers for every stage");
+    static_assert(kStages % kWarps == 0, "a stage is one warp's");
 };
 
 // Addresses of barriers: a stage is filled, a stage is read, sums are there, sums are read.
@@ -83,21 +84,30 @@ struct RingValues {
 __device__ __forceinline__ uint32_t first_block(const Unit& u) { return u.begin / kBlockLen; }
 __device__ __forceinline__ uint32_t end_block(const Unit& u) { return (u.end + kBlockLen - 1) / kBlockLen; }
 
+// Stages of the ring that a unit takes: those of its blocks, and empty ones up to a multiple of the warps. So a stage is always
+// the same warp's. A warp that came to a stage whose last owner is still waiting for it would take the phase before that for its
+// own: a barrier tells no more than whether the number of its phase is odd.
+__device__ __forceinline__ uint32_t stages_of(uint32_t blocks) { return (blocks + kWarps - 1) / kWarps * kWarps; }
+
 template <typename T, uint32_t D>
 __device__ __forceinline__ void copy_blocks(const Decode& p, const TensorMap& map, const uint32_t* prefix, uint32_t units,
                                             uint32_t ring, const Barriers& barriers, uint32_t lane) {
     using R = Ring<T, D>;
-    // Block by block, counted through all units.
+    // Stage by stage, counted through all units.
     uint32_t count = 0;
     for (uint32_t index = blockIdx.x; index < units; index += gridDim.x) {
         const Unit u = vt::unit_of(p, prefix, index);
         const uint32_t* table = p.block_tables + static_cast<uint64_t>(u.sequence) * p.table_stride;
-        const uint32_t end = end_block(u);
-        for (uint32_t base = first_block(u); base < end; base += 32) {
-            const uint32_t stored = base + lane < end ? table[base + lane] : 0, here = min(32u, end - base);
+        const uint32_t first = first_block(u), end = end_block(u), past = first + stages_of(end - first);
+        for (uint32_t base = first; base < past; base += 32) {
+            const uint32_t stored = base + lane < end ? table[base + lane] : 0, here = min(32u, past - base);
             for (uint32_t i = 0; i < here; ++i, ++count) {
                 const uint32_t stage = count % R::kStages, block = __shfl_sync(~0u, stored, i);
                 if (count >= R::kStages) hopper::barrier_wait(barriers.free(stage), (count / R::kStages & 1) ^ 1);
+                if (base + i >= end) {
+                    if (lane == 0) hopper::barrier_arrive(barriers.full(stage));
+                    continue;
+                }
                 if (lane == 0) hopper::barrier_expect(barriers.full(stage), R::kStageBytes);
                 __syncwarp();
                 if (lane < 2 * R::kBoxes) {
@@ -131,8 +141,9 @@ __device__ __forceinline__ void compute(const Decode& p, const uint32_t* prefix,
         }
         vt::Sums<D, 1> sums;
         sums.clear();
-        const uint32_t first = first_block(u), end = end_block(u);
-        for (uint32_t block = first + warp; block < end; block += kWarps) {
+        const uint32_t first = first_block(u), end = end_block(u), stages = stages_of(end - first);
+        uint32_t block = first + warp;
+        for (; block < end; block += kWarps) {
             const uint32_t n = count + block - first, stage = n % R::kStages, position = block * kBlockLen;
             hopper::barrier_wait(barriers.full(stage), n / R::kStages & 1);
             const uint32_t keys = ring + stage * R::kStageBytes, values = keys + R::kStageBytes / 2;
@@ -145,7 +156,12 @@ __device__ __forceinline__ void compute(const Decode& p, const uint32_t* prefix,
             __syncwarp();
             if (lane == 0) hopper::barrier_arrive(barriers.free(stage));
         }
-        count += end - first;
+        if (block < first + stages) {
+            const uint32_t n = count + block - first, stage = n % R::kStages;
+            hopper::barrier_wait(barriers.full(stage), n / R::kStages & 1);
+            if (lane == 0) hopper::barrier_arrive(barriers.free(stage));
+        }
+        count += stages;
         if (turn >= 2) hopper::barrier_wait(barriers.merged(turn % 2), (turn / 2 & 1) ^ 1);
         vt::store(p, sums, merges[turn % 2], warp, lane);
         hopper::barrier_arrive(barriers.summed(turn % 2));
