@@ -17,14 +17,28 @@ use crate::error::StoreError;
 /// Name that a helper and an entry give instead of a user where the secret is an identity token.
 const TOKEN_USER: &str = "<token>";
 
+/// Any of it may be missing or null, which Docker takes for the same.
 #[derive(Deserialize, Default)]
 #[serde(default)]
 struct Config {
-    auths: HashMap<String, Auth>,
+    auths: Option<HashMap<String, Option<Auth>>>,
     #[serde(rename = "credHelpers")]
-    helpers: HashMap<String, String>,
+    helpers: Option<HashMap<String, Option<String>>>,
     #[serde(rename = "credsStore")]
     store: Option<String>,
+}
+
+impl Config {
+    /// The helper that is asked for a host; a host's own entry counts even where it is empty and so means none.
+    fn helper(&self, names: &[String]) -> Option<&str> {
+        let own = self.helpers.as_ref().and_then(|helpers| names.iter().find_map(|name| helpers.get(name)));
+        own.unwrap_or(&self.store).as_deref().filter(|helper| !helper.is_empty())
+    }
+
+    fn entry(&self, names: &[String]) -> Option<&Auth> {
+        let auths = self.auths.as_ref()?;
+        names.iter().find_map(|name| auths.get(name).and_then(Option::as_ref))
+    }
 }
 
 #[derive(Deserialize, Default)]
@@ -69,16 +83,19 @@ pub(crate) fn for_registry(host: &str, file: Option<&Path>) -> Result<RegistryAu
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(RegistryAuth::Anonymous),
         Err(e) => return Err(denied(format!("{}: {e}", path.display()))),
     };
-    let config: Config = serde_json::from_slice(&bytes)
+    if bytes.trim_ascii().is_empty() {
+        return Ok(RegistryAuth::Anonymous);
+    }
+    let config: Option<Config> = serde_json::from_slice(&bytes)
         .map_err(|e| denied(format!("{}: not valid at line {}", path.display(), e.line())))?;
+    let config = config.unwrap_or_default();
     let names = names_of(host);
-    let helper = names.iter().find_map(|name| config.helpers.get(name)).or(config.store.as_ref());
-    if let Some(helper) = helper
+    if let Some(helper) = config.helper(&names)
         && let Some(auth) = ask_helper(helper, &names).map_err(denied)?
     {
         return Ok(auth);
     }
-    match names.iter().find_map(|name| config.auths.get(name)) {
+    match config.entry(&names) {
         Some(auth) => from_entry(auth).map_err(|reason| denied(format!("{}: {reason}", path.display()))),
         None => Ok(RegistryAuth::Anonymous),
     }
@@ -170,6 +187,25 @@ mod tests {
         assert_eq!(auth_of(config, "docker.io").unwrap(), RegistryAuth::Basic("a".into(), "b".into()));
         assert_eq!(auth_of(config, "other").unwrap(), RegistryAuth::Anonymous);
         assert_eq!(for_registry("x", Some(Path::new("/no/such/file"))).unwrap(), RegistryAuth::Anonymous);
+    }
+
+    #[test]
+    fn what_is_empty_is_not_there() {
+        let auths = r#""auths":{"h":{"auth":"dXNlcjpodW50ZXIy","identitytoken":null,"username":null}}"#;
+        for members in [
+            r#""credsStore":"""#,
+            r#""credsStore":null"#,
+            r#""credHelpers":null"#,
+            r#""credHelpers":{"h":""},"credsStore":"is-not-installed""#,
+            r#""credHelpers":{"h":null},"credsStore":"is-not-installed""#,
+        ] {
+            let found = auth_of(&format!("{{{auths},{members}}}"), "h").unwrap();
+            assert_eq!(found, RegistryAuth::Basic("user".into(), "hunter2".into()), "{members}");
+        }
+        for config in ["", " \n", "null", "{}", r#"{"auths":null}"#, r#"{"auths":{"h":null}}"#, r#"{"auths":{"h":{}}}"#]
+        {
+            assert_eq!(auth_of(config, "h").unwrap(), RegistryAuth::Anonymous, "{config}");
+        }
     }
 
     #[test]

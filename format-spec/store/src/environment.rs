@@ -1,32 +1,48 @@
 //! The providers' environment variables, looked at before their libraries see them: those panic over some values, and
 //! quote others in errors.
 
+use std::str::FromStr;
+
 use crate::error::StoreError;
 
 /// Addresses of stores.
-const ENDPOINTS: [&str; 5] =
-    ["AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT", "AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"];
+const ENDPOINTS: [&str; 9] = [
+    "AWS_ENDPOINT_URL",
+    "AWS_ENDPOINT_URL_S3",
+    "AWS_ENDPOINT",
+    "AZURE_STORAGE_ENDPOINT",
+    "AZURE_ENDPOINT",
+    "AZURE_MSI_ENDPOINT",
+    "AZURE_IDENTITY_ENDPOINT",
+    "IDENTITY_ENDPOINT",
+    "GOOGLE_BASE_URL",
+];
 const REGIONS: [&str; 2] = ["AWS_REGION", "AWS_DEFAULT_REGION"];
 
-/// The variables of this process that a store is opened with: those whose names begin with `prefix`.
+/// What a store is opened with, out of the variables of this process: those named in `others`, then those whose names begin
+/// with `prefix`. Names that a provider's library does not know are left out.
 ///
 /// # Errors
 /// [`StoreError::Unsupported`], which names the variable and never its value.
-pub(crate) fn variables(place: &str, prefix: &str) -> Result<Vec<(String, String)>, StoreError> {
-    checked(
-        place,
-        prefix,
-        std::env::vars_os().filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?))),
-    )
+pub(crate) fn settings<Key: FromStr>(
+    place: &str,
+    prefix: &str,
+    others: &[&str],
+) -> Result<Vec<(Key, String)>, StoreError> {
+    let all =
+        std::env::vars_os().filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)));
+    let checked = checked(place, all.filter(|(name, _)| name.starts_with(prefix) || others.contains(&name.as_str())))?;
+    let (first, then): (Vec<_>, Vec<_>) = checked.into_iter().partition(|(name, _)| others.contains(&name.as_str()));
+    let known = |(name, value): (String, String)| Some((name.to_ascii_lowercase().parse().ok()?, value));
+    Ok(first.into_iter().chain(then).filter_map(known).collect())
 }
 
 /// Leaves out empty variables, which mean the same as none, and refuses what no provider could accept.
 fn checked(
     place: &str,
-    prefix: &str,
     variables: impl Iterator<Item = (String, String)>,
 ) -> Result<Vec<(String, String)>, StoreError> {
-    let ours = variables.filter(|(name, value)| name.starts_with(prefix) && !value.is_empty()).map(|(name, value)| {
+    let ours = variables.filter(|(_, value)| !value.is_empty()).map(|(name, value)| {
         let fault = if value.chars().any(char::is_control) {
             "has a control character, perhaps a line break at its end"
         } else if ENDPOINTS.contains(&name.as_str()) && !is_endpoint(&value) {
@@ -59,7 +75,7 @@ mod tests {
     use super::*;
 
     fn check(name: &str, value: &str) -> Result<Vec<(String, String)>, StoreError> {
-        checked("s3://bucket/x", "A", std::iter::once((name.to_owned(), value.to_owned())))
+        checked("s3://bucket/x", std::iter::once((name.to_owned(), value.to_owned())))
     }
 
     #[test]
@@ -72,7 +88,7 @@ mod tests {
         ] {
             assert_eq!(check(name, value).unwrap(), [(name.to_owned(), value.to_owned())]);
         }
-        for name in ["AWS_ENDPOINT_URL", "AWS_SESSION_TOKEN"] {
+        for name in ["AWS_ENDPOINT_URL", "AWS_SESSION_TOKEN", "AZURE_STORAGE_ACCOUNT_KEY", "GOOGLE_BASE_URL"] {
             assert!(check(name, "").unwrap().is_empty());
         }
         for (name, value) in [
@@ -81,6 +97,9 @@ mod tests {
             ("AWS_ENDPOINT_URL", "ftp://hunter2"),
             ("AWS_ENDPOINT_URL", "http://host:hunter2"),
             ("AZURE_STORAGE_ENDPOINT", "https://host/?sig=hunter2"),
+            ("GOOGLE_BASE_URL", "hunter2"),
+            ("IDENTITY_ENDPOINT", "http://user:hunter2@host"),
+            ("GOOGLE_APPLICATION_CREDENTIALS", "/hunter2\n"),
             ("AWS_REGION", "hunter2/../x"),
             ("AWS_SECRET_ACCESS_KEY", "hunter2\n"),
         ] {

@@ -18,9 +18,9 @@ use bytes::BytesMut;
 use futures_util::stream::FuturesUnordered;
 use futures_util::{StreamExt, TryStreamExt};
 use object_store::aws::{AmazonS3Builder, AmazonS3ConfigKey};
-use object_store::azure::MicrosoftAzureBuilder;
+use object_store::azure::{AzureConfigKey, MicrosoftAzureBuilder};
 use object_store::client::{HttpError, HttpErrorKind};
-use object_store::gcp::GoogleCloudStorageBuilder;
+use object_store::gcp::{GoogleCloudStorageBuilder, GoogleConfigKey};
 use object_store::local::LocalFileSystem;
 use object_store::path::Path as Key;
 use object_store::{
@@ -120,11 +120,9 @@ impl Objects {
         let mut folder = None;
         let built: Result<Arc<dyn ObjectStore>, object_store::Error> = match *scheme {
             "s3" => {
-                let settings = environment::variables(&place, "AWS_")?.into_iter();
-                let settings =
-                    settings.filter_map(|(name, value)| Some((name.to_ascii_lowercase().parse().ok()?, value)));
+                let settings = environment::settings(&place, "AWS_", &[])?;
                 let builder =
-                    settings.fold(AmazonS3Builder::new(), |builder, (key, value)| builder.with_config(key, value));
+                    settings.into_iter().fold(AmazonS3Builder::new(), |b, (key, value)| b.with_config(key, value));
                 let endpoint = [AmazonS3ConfigKey::S3Endpoint, AmazonS3ConfigKey::Endpoint];
                 let endpoint = endpoint.iter().find_map(|key| builder.get_config_value(key)).unwrap_or_default();
                 let http = plain_http || is_loopback_url(&endpoint) || allows_http("AWS_ALLOW_HTTP");
@@ -132,16 +130,21 @@ impl Objects {
                 builder.with_retry(retry).build().map(|s| Arc::new(s) as _)
             }
             "gs" => {
-                let builder = GoogleCloudStorageBuilder::from_env().with_bucket_name(bucket);
-                let options = options.with_allow_http(plain_http || allows_http("GOOGLE_ALLOW_HTTP"));
-                builder.with_client_options(options).with_retry(retry).build().map(|s| Arc::new(s) as _)
+                let settings = environment::settings(&place, "GOOGLE_", &["SERVICE_ACCOUNT"])?;
+                let builder = GoogleCloudStorageBuilder::new();
+                let builder = settings.into_iter().fold(builder, |b, (key, value)| b.with_config(key, value));
+                let endpoint = builder.get_config_value(&GoogleConfigKey::BaseUrl).unwrap_or_default();
+                let http = plain_http || is_loopback_url(&endpoint) || allows_http("GOOGLE_ALLOW_HTTP");
+                let builder = builder.with_client_options(options.with_allow_http(http)).with_bucket_name(bucket);
+                builder.with_retry(retry).build().map(|s| Arc::new(s) as _)
             }
             "az" => {
-                environment::variables(&place, "AZURE_")?;
-                let builder = MicrosoftAzureBuilder::from_env().with_container_name(bucket);
-                let endpoint = std::env::var("AZURE_STORAGE_ENDPOINT").or_else(|_| std::env::var("AZURE_ENDPOINT"));
-                let http = plain_http || endpoint.is_ok_and(|e| is_loopback_url(&e)) || allows_http("AZURE_ALLOW_HTTP");
-                let builder = builder.with_client_options(options.with_allow_http(http));
+                let settings = environment::settings(&place, "AZURE_", &["IDENTITY_ENDPOINT"])?;
+                let builder = MicrosoftAzureBuilder::new();
+                let builder = settings.into_iter().fold(builder, |b, (key, value)| b.with_config(key, value));
+                let endpoint = builder.get_config_value(&AzureConfigKey::Endpoint).unwrap_or_default();
+                let http = plain_http || is_loopback_url(&endpoint) || allows_http("AZURE_ALLOW_HTTP");
+                let builder = builder.with_client_options(options.with_allow_http(http)).with_container_name(bucket);
                 builder.with_retry(retry).build().map(|s| Arc::new(s) as _)
             }
             _ => {

@@ -167,9 +167,14 @@ impl FromStr for Reference {
         let location = match *scheme {
             "oci://" => {
                 let (host, repository) = path.split_once('/').ok_or_else(|| wrong("expected oci://host/name:tag"))?;
-                if host.is_empty() || !is_repository(repository) {
+                if !is_host(host) {
                     return Err(wrong(
-                        "expected oci://host/name:tag; a name is lower-case letters, digits and separators",
+                        "expected oci://host[:port]/name:tag; a host is a name or an address, IPv6 in []",
+                    ));
+                }
+                if !is_repository(repository) {
+                    return Err(wrong(
+                        "expected oci://host/name:tag; a name is lower-case letters and digits, with . _ __ or - between",
                     ));
                 }
                 Location::Registry { host: host.into(), repository: repository.into() }
@@ -237,13 +242,43 @@ fn is_bucket(text: &str) -> bool {
     text.bytes().all(ok) && text.bytes().next().is_some_and(|b| b.is_ascii_alphanumeric())
 }
 
-fn is_repository(text: &str) -> bool {
-    let part = |part: &str| {
-        !part.is_empty()
-            && part.bytes().all(|b| b.is_ascii_lowercase() || b.is_ascii_digit() || b"_.-".contains(&b))
-            && part.bytes().next().is_some_and(|b| b.is_ascii_alphanumeric())
+/// Host with optional port. Port 0 is none that anybody listens on.
+fn is_host(text: &str) -> bool {
+    let (name, port) = match text.strip_prefix('[').and_then(|rest| rest.split_once(']')) {
+        Some((address, rest)) if address.parse::<std::net::Ipv6Addr>().is_ok() => {
+            (None, if rest.is_empty() { None } else { Some(rest.strip_prefix(':').unwrap_or_default()) })
+        }
+        Some(_) => return false,
+        None => text.split_once(':').map_or((Some(text), None), |(name, port)| (Some(name), Some(port))),
     };
-    text.split('/').all(part)
+    let digits = |port: &str| port.bytes().all(|b| b.is_ascii_digit()) && port.parse::<u16>().is_ok_and(|n| n > 0);
+    name.is_none_or(is_host_name) && port.is_none_or(digits)
+}
+
+/// A name of the DNS, with the `_` that names of containers have, or an IPv4 address: a name that ends in a number is
+/// nothing else (URL Standard, "ends in a number").
+fn is_host_name(text: &str) -> bool {
+    let label = |label: &str| {
+        (1..=63).contains(&label.len())
+            && label.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'-' || b == b'_')
+            && !label.starts_with('-')
+            && !label.ends_with('-')
+    };
+    let name = text.strip_suffix('.').unwrap_or(text);
+    let number = name.rsplit('.').next().is_some_and(|last| last.bytes().all(|b| b.is_ascii_digit()));
+    name.len() <= 253 && name.split('.').all(label) && (!number || text.parse::<std::net::Ipv4Addr>().is_ok())
+}
+
+/// The name of a repository (OCI distribution specification, "Pulling manifests").
+fn is_repository(text: &str) -> bool {
+    let alphanumeric = |b: u8| b.is_ascii_lowercase() || b.is_ascii_digit();
+    let part = |part: &str| {
+        let separators: Vec<&str> = part.split(|c: char| c.is_ascii() && alphanumeric(c as u8)).collect();
+        let ends = part.bytes().next().is_some_and(alphanumeric) && part.bytes().last().is_some_and(alphanumeric);
+        let separator = |s: &str| matches!(s, "" | "." | "_" | "__") || s.bytes().all(|b| b == b'-');
+        ends && separators.into_iter().all(separator)
+    };
+    text.len() <= 255 && text.split('/').all(part)
 }
 
 #[cfg(test)]
@@ -256,6 +291,9 @@ mod tests {
         for text in [
             "oci://localhost:5000/team/llama:v1".to_owned(),
             "oci://ghcr.io/x/y".to_owned(),
+            "oci://[::1]:5000/x.y/a__b--c_d:v1".to_owned(),
+            "oci://10.0.0.1/x".to_owned(),
+            "oci://my_registry.local.:80/x".to_owned(),
             format!("oci://ghcr.io/x/y:v1@sha256:{id}"),
             "oci-layout:/tmp/layout:v1".to_owned(),
             "oci-layout:relative/layout".to_owned(),
@@ -284,6 +322,26 @@ mod tests {
             "oci://host/x:bad tag".to_owned(),
             "oci://host/x@sha256:12".to_owned(),
             "oci://host/../x".to_owned(),
+            "oci://ho st/x:v1".to_owned(),
+            "oci://:5000/x:v1".to_owned(),
+            "oci://host:/x:v1".to_owned(),
+            "oci://host:70000/x:v1".to_owned(),
+            "oci://host:0/x:v1".to_owned(),
+            "oci://host:+5/x:v1".to_owned(),
+            "oci://[::1/x:v1".to_owned(),
+            "oci://[::g]:5000/x:v1".to_owned(),
+            "oci://[::1]5000/x:v1".to_owned(),
+            "oci://::1/x:v1".to_owned(),
+            "oci://-host/x:v1".to_owned(),
+            "oci://a..b/x:v1".to_owned(),
+            "oci://1.2.3/x:v1".to_owned(),
+            "oci://256.1.1.1/x:v1".to_owned(),
+            "oci://h\u{f6}st/x:v1".to_owned(),
+            "oci://host/x-:v1".to_owned(),
+            "oci://host/x___y:v1".to_owned(),
+            "oci://host/x._y:v1".to_owned(),
+            "oci://host/x//y:v1".to_owned(),
+            format!("oci://host/{}:v1", "a".repeat(256)),
             "s3://bucket".to_owned(),
             "s3://buc ket/x".to_owned(),
             "s3://buc\nket/x".to_owned(),
