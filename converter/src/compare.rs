@@ -135,9 +135,10 @@ pub fn with_entries<'a>(
                 };
                 let side = Side { tensor, geometry, expert, index, part, entry, space };
                 side.check_shape()?;
-                let bands = side.bands();
-                let left = Arc::new(AtomicUsize::new(bands.len()));
-                work.extend(bands.into_iter().map(|rows| (side, rows, left.clone())));
+                for bands in side.bands().chunks(side.bands_at_once()) {
+                    let left = Arc::new(AtomicUsize::new(bands.len()));
+                    work.extend(bands.iter().map(|rows| (side, rows.clone(), left.clone())));
+                }
             }
         }
     }
@@ -168,6 +169,11 @@ pub fn with_entries<'a>(
 /// About how many values are decoded at once on either side; bounds the memory of a worker.
 const BAND_VALUES: u64 = 1 << 18;
 
+/// Bytes of planes between two moments at which the pages of a part are given back, about: bounds what is mapped of a part
+/// of any size. A band of rows touches pages all over the planes, since tiles lie in the order of K; what others still need
+/// comes back from the page cache.
+const RESIDENT_BYTES: u64 = 32 << 20;
+
 /// One part of one expert in the bundle, and its entry in the source.
 #[derive(Clone, Copy)]
 struct Side<'a> {
@@ -181,7 +187,7 @@ struct Side<'a> {
 }
 
 impl Side<'_> {
-    /// Gives the pages of both sides back once the part has been compared, so that they do not add up.
+    /// Gives the pages of both sides back, so that they do not add up.
     fn give_back(&self, checkpoint: &Checkpoint) {
         for plane in &self.tensor.planes {
             self.space.release(self.tensor.plane_offset(plane, self.expert) as usize, plane.size as usize);
@@ -219,6 +225,12 @@ impl Side<'_> {
         };
         let step = (BAND_VALUES / columns / unit).max(1) * unit;
         (0..self.part.rows).step_by(step as usize).map(|r| r..(r + step).min(self.part.rows)).collect()
+    }
+
+    /// How many bands are compared before pages are given back.
+    fn bands_at_once(&self) -> usize {
+        let band = self.bands().first().map_or(1, |rows| self.plane_bytes(rows).max(1));
+        usize::try_from(RESIDENT_BYTES / band).unwrap_or(usize::MAX).max(1)
     }
 
     fn plane_bytes(&self, rows: &Range<u64>) -> u64 {

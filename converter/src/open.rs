@@ -4,6 +4,8 @@ use std::fs::File;
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
+use vt_bundle::manifest::file_name;
+
 use crate::catalog::{Catalog, SourceDecoder};
 use crate::gguf::{self, GgufError};
 use crate::safetensors::resolve::Head;
@@ -26,6 +28,12 @@ pub enum OpenError {
     /// The input is a pipe, a device or a socket.
     #[error("{}: neither a file nor a folder; give a folder of safetensors or a GGUF file", path.display())]
     NotAFile {
+        /// The input.
+        path: PathBuf,
+    },
+    /// The input is what this program makes.
+    #[error("{}: is a vt bundle, not a checkpoint; `vt-bundle restore` gives back the checkpoint that it was made from", path.display())]
+    IsABundle {
         /// The input.
         path: PathBuf,
     },
@@ -79,6 +87,9 @@ pub fn open(input: &Path, choices: Choices) -> Result<Opened, OpenError> {
     let kind = std::fs::metadata(input).map_err(io)?;
     if !kind.is_file() && !kind.is_dir() {
         return Err(OpenError::NotAFile { path: input.to_owned() });
+    }
+    if kind.is_dir() && input.join(file_name::MANIFEST).is_file() && input.join(file_name::ID).is_file() {
+        return Err(OpenError::IsABundle { path: input.to_owned() });
     }
     let target = if input.is_dir() {
         only_gguf(input).map_err(io)?

@@ -10,6 +10,8 @@
 pub mod codec;
 pub mod encoding;
 pub mod error;
+#[cfg(feature = "flags")]
+pub mod flags;
 pub mod float8;
 pub mod geometry;
 pub mod hash;
@@ -17,6 +19,7 @@ pub mod layout;
 pub mod manifest;
 pub mod mmap;
 pub mod pack;
+pub mod printable;
 pub mod reader;
 pub mod restore;
 pub mod row_order;

@@ -152,7 +152,7 @@ pub enum Invocation {
 impl Invocation {
     /// Parses the process's arguments; ends the process where they are wrong or ask for help.
     pub fn parse() -> Self {
-        let matches = command().get_matches();
+        let matches = vt_bundle::flags::with_environment(command()).get_matches();
         let parsed = match matches.subcommand() {
             Some(("bench", own)) => Bench::from_arg_matches(own).map(|b| Self::Bench(Box::new(b))),
             Some(("chat", own)) => Chat::from_arg_matches(own).map(|c| Self::Chat(Box::new(c))),

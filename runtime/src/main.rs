@@ -3,14 +3,18 @@
 use std::io::IsTerminal;
 use std::process::ExitCode;
 use tracing_subscriber::EnvFilter;
+use vt_bundle::printable::line;
 use vt_run::cli::Invocation;
 use vt_run::start::{self, Failure};
 use vt_run::stats::Startup;
 
 /// What the clients of stores may log at most, whatever is asked for: below, they write addresses and headers, in which
 /// there may be credentials.
-const CLIENTS: [&str; 7] =
-    ["h2=info", "hyper=info", "hyper_util=info", "object_store=info", "oci_client=info", "reqwest=info", "rustls=info"];
+const CLIENTS: [&str; 6] =
+    ["h2=info", "hyper=info", "hyper_util=info", "object_store=info", "reqwest=info", "rustls=info"];
+
+/// Exit code of a bundle that is not what its hashes say.
+const INTEGRITY: u8 = 4;
 
 fn main() -> ExitCode {
     let startup = Startup::begin();
@@ -36,23 +40,34 @@ fn main() -> ExitCode {
     });
     let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
     log.with_target(false).with_ansi(colour).init();
-    let _bundle = match bundle(&mut invocation) {
-        Ok(held) => held,
+    let mut fetched = match fetch(&mut invocation) {
+        Ok(fetched) => fetched,
         Err(failure) => return ended(Err(failure)),
     };
-    ended(match &invocation {
+    let result = begin(&invocation, startup);
+    let result = match result {
+        // Hashes have been compared while it was loaded; nothing has been served.
+        Err(failure) if failure.code == INTEGRITY && mend(&mut fetched) => begin(&invocation, Startup::begin()),
+        other => other,
+    };
+    ended(result)
+}
+
+/// Does what the command line says.
+fn begin(invocation: &Invocation, startup: Startup) -> Result<(), Failure> {
+    match invocation {
         Invocation::Run(cli) => start::run(cli, startup),
         Invocation::BenchLoad(bench) => start::bench_load(bench),
         Invocation::Bench(bench) => start::bench(bench, startup),
         Invocation::Chat(chat) => start::chat(chat, startup),
-    })
+    }
 }
 
 fn ended(result: Result<(), Failure>) -> ExitCode {
     match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(failure) => {
-            eprintln!("error: {failure}");
+            eprintln!("error: {}", line(&failure.to_string()));
             ExitCode::from(failure.code)
         }
     }
@@ -60,12 +75,24 @@ fn ended(result: Result<(), Failure>) -> ExitCode {
 
 /// Fetches a bundle that is named by a reference; what is returned holds it in the cache.
 #[cfg(feature = "remote")]
-fn bundle(invocation: &mut Invocation) -> Result<impl Sized + use<>, Failure> {
+fn fetch(invocation: &mut Invocation) -> Result<Option<start::Fetched>, Failure> {
     start::fetch(invocation)
+}
+
+/// Fetches anew what is damaged in the cache; whether anything was.
+#[cfg(feature = "remote")]
+fn mend(fetched: &mut Option<start::Fetched>) -> bool {
+    fetched.as_mut().is_some_and(start::Fetched::mend)
 }
 
 /// Without the feature `remote` a bundle is a folder.
 #[cfg(not(feature = "remote"))]
-fn bundle(_: &mut Invocation) -> Result<(), Failure> {
+fn fetch(_: &mut Invocation) -> Result<(), Failure> {
     Ok(())
+}
+
+/// A folder is left as it is.
+#[cfg(not(feature = "remote"))]
+fn mend(_: &mut ()) -> bool {
+    false
 }

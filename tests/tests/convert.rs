@@ -160,3 +160,72 @@ fn memory_stays_bounded() {
     ran.ok();
     assert!(peak > 0 && peak <= 100 << 20, "vt-run had {peak} bytes of anonymous memory");
 }
+
+#[test]
+fn a_dry_run_needs_no_output_and_says_where_it_cannot_write() {
+    let root = tempfile::tempdir().expect("temporary folder");
+    fixtures::make_tiny(root.path(), &["nvfp4"]);
+    let input = root.path().join("nvfp4");
+    let path = input.to_str().expect("UTF-8");
+    let plan = run("vt-convert", &[path, "--dry-run", "--json"]).ok().json();
+    assert!(plan["image_bytes"].is_u64() || plan.is_object(), "{plan}");
+    let full = std::fs::File::options().write(true).open("/dev/full").expect("a device that is always full");
+    let mut command = command("vt-convert", &[path, "--dry-run"]);
+    command.stdout(full).stderr(std::process::Stdio::null());
+    assert_eq!(command.status().expect("run").code(), Some(6));
+}
+
+#[test]
+fn switches_in_the_environment_are_set_as_people_set_them() {
+    let root = tempfile::tempdir().expect("temporary folder");
+    fixtures::make_tiny(root.path(), &["nvfp4"]);
+    let input = root.path().join("nvfp4");
+    let dry = |value: &str| {
+        let mut command = command("vt-convert", &[input.as_os_str(), root.path().join("out").as_os_str()]);
+        command.env("VT_DRY_RUN", value).env("VT_THREADS", "");
+        finish(command)
+    };
+    for on in ["1", "true", "yes"] {
+        dry(on).ok();
+        assert!(!root.path().join("out").exists(), "{on}");
+    }
+    dry("perhaps").exits(2);
+    dry("").ok();
+    assert!(root.path().join("out").exists());
+    std::fs::remove_dir_all(root.path().join("out")).expect("removed");
+    dry("0").ok();
+    let bundle = root.path().join("out");
+    for (program, args) in [("vt-bundle", ["inspect"]), ("vt-run", ["--plan"])] {
+        let mut command = command(program, &args);
+        command.env("VT_JSON", "1").env("VT_THREADS", "");
+        match program {
+            "vt-bundle" => command.arg(&bundle),
+            _ => command.args(["--device", "cpu", "--bundle"]).arg(&bundle),
+        };
+        finish(command).ok().json();
+    }
+}
+
+#[test]
+fn what_is_no_checkpoint_is_called_what_it_is() {
+    let root = tempfile::tempdir().expect("temporary folder");
+    fixtures::make_tiny(root.path(), &["nvfp4"]);
+    let (input, bundle, again) = (root.path().join("nvfp4"), root.path().join("bundle"), root.path().join("again"));
+    convert(&input, &bundle, &[]).ok();
+    let ran = convert(&bundle, &again, &[]).exits(3);
+    assert!(ran.err.contains("is a vt bundle") && ran.err.contains("restore"), "{ran:?}");
+    // A device in the place of a file of the folder.
+    std::fs::remove_file(input.join("model.safetensors")).expect("removed");
+    std::os::unix::fs::symlink("/dev/null", input.join("model.safetensors")).expect("linked");
+    let ran = convert(&input, &again, &[]).exits(3);
+    assert!(ran.err.contains("not a regular file"), "{ran:?}");
+    // A pipe that nobody writes to, called as GGUF files are.
+    let folder = root.path().join("pipes");
+    std::fs::create_dir(&folder).expect("folder");
+    let made = std::process::Command::new("mkfifo").arg(folder.join("model.gguf")).status().expect("run");
+    assert!(made.success());
+    let ran = convert(&folder, &again, &[]).exits(3);
+    assert!(ran.err.contains("not a regular file"), "{ran:?}");
+    let ran = convert(&root.path().join("bundle"), &again, &["--max-memory", "1"]).exits(2);
+    assert!(ran.err.contains("at least"), "{ran:?}");
+}

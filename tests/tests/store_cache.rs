@@ -90,9 +90,7 @@ fn files_are_shared_and_pruned() {
     let second = cache.join("info").join(format!("{}.json", ids[1]));
     let old = std::time::SystemTime::now() - std::time::Duration::from_secs(3600);
     std::fs::File::options().write(true).open(second).and_then(|f| f.set_modified(old)).expect("made old");
-    // The manifest and the id are no blobs.
-    let blobs = folders::files(&bundles[0]).into_iter().filter(|(name, _)| name.contains('/'));
-    let size: u64 = blobs.map(|(_, bytes)| bytes.len() as u64).sum();
+    let size: u64 = folders::files(&bundles[0]).iter().map(|(_, bytes)| bytes.len() as u64).sum();
     let pruned = run("vt-bundle", &["cache", "prune", &flag, "--max-size", &size.to_string(), "--json"]).ok().json();
     assert_eq!(pruned["removed"], serde_json::json!([ids[1]]));
     folders::assert_equal(&bundles[0], &cache.join("bundles").join(&ids[0]));
@@ -100,6 +98,33 @@ fn files_are_shared_and_pruned() {
     assert_eq!(list(), serde_json::json!([]));
     assert!(folders::files(&cache.join("blobs")).is_empty());
     load(&references[1], &cache).ok();
+}
+
+#[test]
+fn a_cache_without_links_is_bounded() {
+    let root = tempfile::tempdir().expect("temporary folder");
+    let (bundles, references) = two(root.path());
+    let cache = root.path().join("cache");
+    references.iter().for_each(|reference| drop(load(reference, &cache).ok()));
+    let ids = bundles.each_ref().map(|b| run("vt-bundle", &["id", text(b)]).ok().out.trim().to_owned());
+    // What a file system without hard links has: a copy in each bundle.
+    for (bundle, id) in bundles.iter().zip(&ids) {
+        let there = cache.join("bundles").join(id);
+        std::fs::remove_dir_all(&there).expect("removed");
+        folders::copy(bundle, &there);
+    }
+    let flag = format!("--cache-dir={}", cache.display());
+    let size = |dir: &Path| folders::files(dir).iter().map(|(_, bytes)| bytes.len() as u64).sum::<u64>();
+    let limit = size(&bundles[0]) + 1000;
+    let prune = |limit: u64| {
+        run("vt-bundle", &["cache", "prune", &flag, "--max-size", &limit.to_string(), "--json"]).ok().json()
+    };
+    let pruned = prune(limit);
+    assert_eq!(pruned["removed"].as_array().map(Vec::len), Some(1), "{pruned}");
+    assert!(size(&cache.join("bundles")) <= limit && size(&cache.join("blobs")) == 0);
+    assert_eq!(pruned["remaining_bytes"].as_u64(), Some(size(&cache.join("bundles"))));
+    assert_eq!(prune(0)["removed"].as_array().map(Vec::len), Some(1));
+    assert_eq!(size(&cache.join("bundles")), 0);
 }
 
 #[test]
@@ -115,8 +140,25 @@ fn damage_in_the_cache_is_not_served() {
     let mut bytes = std::fs::read(&segment).expect("read");
     bytes[100] ^= 1;
     std::fs::write(&segment, &bytes).expect("written");
-    let ran = load(&references[0], &cache).exits(4);
-    assert!(ran.err.contains("corrupt"), "{ran:?}");
+    // Without its store it cannot be mended; then it is not served.
+    let store = root.path().join("store");
+    std::fs::rename(&store, root.path().join("away")).expect("moved");
+    let pinned = format!("{}@blake3:{id}", references[0]);
+    let ran = load(&pinned, &cache).exits(4);
+    assert!(ran.err.contains("corrupt") && ran.err.contains("cannot be fetched anew"), "{ran:?}");
+    std::fs::rename(root.path().join("away"), &store).expect("moved");
+    // Neither is it while another process uses it: its lock is held.
+    let lock = std::fs::File::open(cache.join("locks").join(format!("{id}.lock"))).expect("there");
+    lock.lock_shared().expect("locked");
+    load(&references[0], &cache).exits(4);
+    drop(lock);
+    let ran = load(&references[0], &cache).ok();
+    assert_eq!(ran.err.matches("segments/image-00000.bin was damaged").count(), 1, "{ran:?}");
+    folders::assert_equal(&bundles[0], &cache.join("bundles").join(&id));
+    let ran = load(&references[0], &cache).ok();
+    assert!(!ran.err.contains("damaged"), "{ran:?}");
+    std::fs::set_permissions(&segment, mode(0o644)).expect("made writable");
+    std::fs::write(&segment, &bytes).expect("written");
     // A bundle that would share the damaged file gets a new one.
     load(&references[1], &cache).ok();
     // One that has lost a file is fetched again.

@@ -201,6 +201,70 @@ fn wrong_blobs_are_refused() {
 }
 
 #[test]
+fn damage_in_a_store_is_mended_by_a_push_that_looks() {
+    let root = tempfile::tempdir().expect("temporary folder");
+    fixtures::make_tiny(root.path(), &["nvfp4"]);
+    let bundle = root.path().join("bundle");
+    run("vt-convert", &[text(&root.path().join("nvfp4")), text(&bundle), "--quiet"]).ok();
+    let output = root.path().join("out");
+    let layout = format!("oci-layout:{}:v1", root.path().join("layout").display());
+    let objects = format!("file://{}/objects/tiny:v1", root.path().display());
+    let copied = format!("oci-layout:{}:v1", root.path().join("copied").display());
+    vt_bundle(&["push", text(&bundle), &layout, "--quiet"]).ok();
+    let whole = std::fs::read(bundle.join("segments/image-00000.bin")).expect("read");
+    let stored = |dir: &str| {
+        let files = folders::files(&root.path().join(dir));
+        let name = files.into_iter().find(|(_, bytes)| *bytes == whole).expect("the segment").0;
+        root.path().join(dir).join(name)
+    };
+    for (reference, dir, again) in [
+        (&layout, "layout", ["push", text(&bundle)]),
+        (&objects, "objects", ["push", text(&bundle)]),
+        (&copied, "copied", ["copy", &layout]),
+    ] {
+        vt_bundle(&["push", text(&bundle), reference, "--quiet"]).ok();
+        let blob = stored(dir);
+        let mut wrong = whole.clone();
+        wrong[whole.len() / 2] ^= 1;
+        std::fs::write(&blob, &wrong).expect("written");
+        let ran = vt_bundle(&["pull", reference, text(&output), "--quiet"]).exits(4);
+        assert!(ran.err.contains("--verify-existing"), "{ran:?}");
+        // A push that does not look takes it for what its name says.
+        let push = [again[0], again[1], reference, "--json"];
+        assert_eq!(vt_bundle(&push).ok().json()["uploaded_files"], 0);
+        let mended = vt_bundle(&[&push[..], &["--verify-existing"]].concat()).ok().json();
+        assert_eq!(mended["uploaded_files"], 1, "{mended}");
+        vt_bundle(&["pull", reference, text(&output), "--quiet"]).ok();
+        folders::assert_equal(&bundle, &output);
+        std::fs::remove_dir_all(&output).expect("removed");
+        let nothing = vt_bundle(&[&push[..], &["--verify-existing"]].concat()).ok().json();
+        assert_eq!(nothing["uploaded_files"], 0, "{nothing}");
+    }
+    // A registry may keep what it has; then the push says so.
+    let Some(registry) = Registry::start(&root.path().join("registry"), false) else { return };
+    let reference = registry.reference("tiny:v1");
+    vt_bundle(&["push", text(&bundle), &reference, "--quiet"]).ok();
+    let blob = stored("registry");
+    for wrong in [whole.iter().map(|b| b ^ 1).collect(), whole[1..].to_vec()] {
+        std::fs::write(&blob, &wrong).expect("written");
+        let ran = vt_bundle(&["push", text(&bundle), &reference, "--verify-existing", "--json"]);
+        match ran.code {
+            Some(0) => {
+                vt_bundle(&["pull", &reference, text(&output), "--quiet"]).ok();
+                std::fs::remove_dir_all(&output).expect("removed");
+            }
+            _ => {
+                let sha256 = blob.parent().and_then(Path::file_name).and_then(|n| n.to_str()).expect("a digest");
+                assert!(
+                    ran.code == Some(4) && ran.err.contains(sha256) && ran.err.contains("removed there"),
+                    "{ran:?}"
+                );
+            }
+        }
+    }
+}
+
+#[test]
 fn what_cannot_be_reached_says_what_to_do() {
     let root = tempfile::tempdir().expect("temporary folder");
     let output = root.path().join("out");
@@ -220,7 +284,16 @@ fn what_cannot_be_reached_says_what_to_do() {
     let ran = vt_tests::process::finish(denied).exits(6);
     assert!(ran.err.contains("cannot be reached"), "{ran:?}");
     assert!(began.elapsed() < Duration::from_secs(120), "it took {:?}", began.elapsed());
-    for reference in ["oci://host", "http://host/x", "oci://host/x@sha256:1", "s3://", "oci://user:hunter2@host/x:v1"] {
+    for reference in [
+        "oci://host",
+        "http://host/x",
+        "oci://host/x@sha256:1",
+        "s3://",
+        "oci://user:hunter2@host/x:v1",
+        "oci://ho st/x:v1",
+        "oci://host:99999/x:v1",
+        "oci://host/x-:v1",
+    ] {
         let ran = vt_bundle(&["pull", reference, text(&output)]).exits(2);
         assert!(!ran.err.contains("hunter2"), "{ran:?}");
     }

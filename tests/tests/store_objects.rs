@@ -139,3 +139,34 @@ fn a_folder_of_bundles() {
         run("vt-bundle", &["list", &target]).exits(3);
     }
 }
+
+#[test]
+fn files_may_be_called_as_they_like() {
+    let root = tempfile::tempdir().expect("temporary folder");
+    let bundle = bundle(root.path(), "nvfp4", "bundle");
+    let path = bundle.join("manifest.json");
+    let mut manifest = std::fs::read_to_string(&path).expect("read");
+    // Names that programs give to unfinished work, and one that would colour a terminal.
+    let names = ["p", "p.part", "\u{1b}[31mred", ".vt-pull"];
+    let assets: Vec<String> = folders::files(&bundle).into_keys().filter(|name| name.starts_with("assets/")).collect();
+    assert!(assets.len() >= names.len());
+    for (asset, name) in assets.iter().zip(names) {
+        std::fs::rename(bundle.join(asset), bundle.join(name)).expect("renamed");
+        let quoted = |name: &str| serde_json::Value::from(name).to_string();
+        manifest = manifest.replace(&quoted(asset), &quoted(name));
+    }
+    std::fs::write(&path, &manifest).expect("written");
+    std::fs::write(bundle.join("bundle.id"), format!("{}\n", blake3::hash(manifest.as_bytes()))).expect("written");
+    let (reference, output) = (format!("file://{}/store/odd:v1", root.path().display()), root.path().join("out"));
+    run("vt-bundle", &["push", text(&bundle), &reference, "--quiet"]).ok();
+    run("vt-bundle", &["pull", &reference, text(&output), "--quiet", "--jobs", "8"]).ok();
+    folders::assert_equal(&bundle, &output);
+    assert!(!root.path().join("out.partial").exists());
+    let listed = run("vt-bundle", &["list", &reference]).ok();
+    assert!(listed.out.contains("\\u001b[31mred") && !listed.out.contains('\u{1b}'), "{listed:?}");
+    let json = run("vt-bundle", &["list", &reference, "--json"]).ok().json();
+    assert!(json["files"].as_array().expect("files").iter().any(|f| f["file"] == names[2]), "{json}");
+    std::fs::remove_file(bundle.join(names[2])).expect("removed");
+    let ran = run("vt-bundle", &["push", text(&bundle), &reference, "--quiet"]);
+    assert!(ran.code != Some(0) && !ran.err.contains('\u{1b}'), "{ran:?}");
+}

@@ -252,6 +252,27 @@ fn signatures_travel_with_the_bundle() {
         vt_bundle(&["copy", &reference, &other, "--quiet"]).ok();
         vt_bundle(&["sign", &other, "--key", &path("ours.pem"), "--quiet"]).ok();
         verify(&other, "ours.pub").ok();
+        // One that is damaged hides no other.
+        let signatures = || {
+            let files = folders::files(root.path()).into_iter();
+            let stored = files.filter(|(name, _)| name.starts_with("layout/blobs/") || name.contains("/signatures/"));
+            stored.filter(|(_, bytes)| bytes.windows(12).any(|w| w == b"dsseEnvelope"))
+        };
+        let mut before: Vec<String> = signatures().map(|(name, _)| name).collect();
+        before.retain(|name| name.starts_with("layout/") == other.starts_with("oci-layout:"));
+        vt_bundle(&["sign", &other, "--key", &path("theirs.pem"), "--quiet"]).ok();
+        for (name, mut bytes) in signatures().filter(|(name, _)| before.contains(name)) {
+            bytes[20] ^= 1;
+            std::fs::write(root.path().join(name), bytes).expect("written");
+        }
+        let ran = verify(&other, "theirs.pub").ok();
+        assert_eq!(
+            (ran.err.matches("warning").count(), ran.err.contains("signature")),
+            (before.len(), true),
+            "{ran:?}"
+        );
+        let ran = verify(&other, "ours.pub").exits(4);
+        assert!(ran.err.contains("digest is"), "{ran:?}");
     }
     // As a file; of another bundle it is refused, by `verify` and as a referrer.
     let file = path("bundle.sig.json");

@@ -4,6 +4,7 @@ use std::io::{self, Write};
 use std::process::ExitCode;
 
 use vt_bundle::BundleError;
+use vt_bundle::printable::line;
 use vt_convert::export::ExportError;
 use vt_store::StoreError;
 
@@ -52,7 +53,7 @@ impl Failure {
 
 /// Writes one line to standard error; where that is closed too, the exit code has to speak.
 pub fn say(text: &str) {
-    let _ = writeln!(io::stderr(), "vt-bundle: {text}");
+    let _ = writeln!(io::stderr(), "vt-bundle: {}", line(text));
 }
 
 impl From<BundleError> for Failure {

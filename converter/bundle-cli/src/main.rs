@@ -70,7 +70,7 @@ enum Command {
 }
 
 fn main() -> ExitCode {
-    let cli = Cli::parse();
+    let cli: Cli = vt_bundle::flags::parse().unwrap_or_else(|e| e.exit());
     let outcome = match &cli.command {
         Command::Inspect(args) => inspect::run(args),
         Command::Id(args) => id::run(args),

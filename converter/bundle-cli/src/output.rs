@@ -2,9 +2,12 @@
 
 use std::io::{self, BufWriter, Write};
 
-/// Buffered standard output. Call [`Write::flush`] before the end: dropping hides errors.
-pub fn stdout() -> BufWriter<io::StdoutLock<'static>> {
-    BufWriter::new(io::stdout().lock())
+use vt_bundle::printable::Printable;
+
+/// Buffered standard output on which names of files and texts of stores do nothing to a terminal. Call [`Write::flush`]
+/// before the end: dropping hides errors.
+pub fn stdout() -> Printable<BufWriter<io::StdoutLock<'static>>> {
+    Printable::new(BufWriter::new(io::stdout().lock()))
 }
 
 /// Prints one JSON value, indented, with a newline.

@@ -2,6 +2,8 @@
 
 use std::io::{self, Write};
 
+use vt_bundle::printable::line;
+
 /// How a column is set.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Align {
@@ -26,7 +28,7 @@ impl Table {
     /// Adds a row; it has one cell per heading.
     pub fn row(&mut self, cells: Vec<String>) {
         debug_assert_eq!(cells.len(), self.headings.len());
-        self.rows.push(cells);
+        self.rows.push(cells.iter().map(|cell| line(cell).into_owned()).collect());
     }
 
     /// Writes the table, or nothing where it has no rows.

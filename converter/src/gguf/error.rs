@@ -15,6 +15,10 @@ pub enum GgufError {
     #[error("{file}: cannot {action}: {source}", file = file.display())]
     Io { file: PathBuf, action: &'static str, source: io::Error },
 
+    /// The name is that of a folder, a pipe or a device.
+    #[error("{}: not a regular file; expected a GGUF file or a link to one", file.display())]
+    NotAFile { file: PathBuf },
+
     /// The file does not begin with `GGUF`.
     #[error("{file}: not a GGUF file: it begins with {found}, expected the four bytes \"GGUF\"{hint}")]
     Magic { file: String, found: String, hint: &'static str },

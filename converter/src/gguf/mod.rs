@@ -134,6 +134,10 @@ pub fn open(path: &Path) -> Result<(Checkpoint, GgufMetadata), GgufError> {
 
 fn map(path: &PathBuf) -> Result<Option<Mmap>, GgufError> {
     let fail = |action| move |source| GgufError::Io { file: path.clone(), action, source };
+    // Opening a pipe without a writer would wait for ever.
+    if !path.metadata().map_err(fail("open"))?.is_file() {
+        return Err(GgufError::NotAFile { file: path.clone() });
+    }
     let file = File::open(path).map_err(fail("open"))?;
     vt_bundle::mmap::map_readonly(&file).map_err(fail("map"))
 }

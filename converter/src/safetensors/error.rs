@@ -19,6 +19,12 @@ pub enum SafetensorsError {
         /// The system's answer.
         source: io::Error,
     },
+    /// A name of the checkpoint is that of a folder, a pipe or a device.
+    #[error("{}: not a regular file; expected the file itself or a link to it", path.display())]
+    NotAFile {
+        /// What is there.
+        path: PathBuf,
+    },
     /// A symbolic link leads nowhere, as in a copied or half-deleted hub cache.
     #[error(
         "{}: the link points at {}, which does not exist; copy the checkpoint with links resolved (cp -rL), or download it again",

@@ -221,8 +221,7 @@ pub(crate) fn open_file(folder: &Path, name: &str) -> Result<SourceFile, Error> 
     let path = folder.join(name);
     let meta = follow(&path)?;
     if !meta.is_file() {
-        let source = io::Error::new(io::ErrorKind::InvalidInput, "not a regular file");
-        return Err(Error::Io { path, action: "read", source });
+        return Err(Error::NotAFile { path });
     }
     let resolved = fs::canonicalize(&path).map_err(Error::io(&path, "resolve"))?;
     let file = File::open(&resolved).map_err(Error::io(&path, "open"))?;

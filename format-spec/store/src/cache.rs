@@ -10,6 +10,7 @@
 //! A bundle appears under `bundles/` by a rename, after every file's digest was checked. Of several processes that want
 //! the same bundle one fetches it and the others wait for it.
 
+use std::collections::HashSet;
 use std::fs::{File, OpenOptions, Permissions};
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
@@ -77,6 +78,14 @@ pub struct Pruned {
     pub remaining_bytes: u64,
     /// Bundles that were kept because a process uses them.
     pub in_use: Vec<String>,
+}
+
+/// A bundle of the cache that is not what its manifest says, locked so that nobody else uses or fetches it.
+#[derive(Debug)]
+pub(crate) struct Damage {
+    /// The files that are wrong.
+    pub files: Vec<String>,
+    lock: File,
 }
 
 #[derive(Serialize, Deserialize)]
@@ -173,6 +182,44 @@ impl Cache {
         Ok(CachedBundle { dir, id: contents.id.clone(), fetched: !there, _lock: Some(lock) })
     }
 
+    /// Hashes a bundle that is there. `None` where every file is right.
+    pub(crate) async fn damage(&self, id: &str) -> Result<Option<Damage>, StoreError> {
+        let dir = self.bundle_dir(id);
+        let lock = self.try_lock(id)?.ok_or_else(|| StoreError::Busy { path: dir.clone() })?;
+        let mut files = Vec::new();
+        match Bundle::open(&dir) {
+            Ok(bundle) if bundle.id() == id => {
+                let path = dir.join(vt_bundle::manifest::file_name::MANIFEST);
+                let bytes = std::fs::read(&path).map_err(StoreError::io(&path))?;
+                for entry in Contents::read(id, bytes)?.entries {
+                    if !is_whole(&dir.join(&entry.path), &entry).await? {
+                        files.push(entry.path);
+                    }
+                }
+            }
+            _ => files.push(vt_bundle::manifest::file_name::MANIFEST.to_owned()),
+        }
+        Ok((!files.is_empty()).then_some(Damage { files, lock }))
+    }
+
+    /// Makes a damaged bundle anew; blobs that are right are kept.
+    pub(crate) async fn renew(
+        &self,
+        source: &Source<'_>,
+        reference: &Reference,
+        contents: &Contents,
+        jobs: usize,
+        progress: &Arc<dyn Progress>,
+        damage: Damage,
+    ) -> Result<CachedBundle, StoreError> {
+        let _all = self.lock(ALL, FlockOperation::LockShared).await?;
+        self.fill(source, reference, contents, jobs, progress).await?;
+        self.touch(&contents.id, reference);
+        let dir = self.bundle_dir(&contents.id);
+        rustix::fs::flock(&damage.lock, FlockOperation::LockShared).map_err(|e| StoreError::io(&dir)(e.into()))?;
+        Ok(CachedBundle { dir, id: contents.id.clone(), fetched: true, _lock: Some(damage.lock) })
+    }
+
     /// Makes a bundle's folder out of blobs, downloading those that are missing. The caller holds the bundle's lock.
     async fn fill(
         &self,
@@ -235,7 +282,7 @@ impl Cache {
             meter.set(entry.size);
             return Ok(path);
         }
-        download(source, place, entry, &path, meter).await?;
+        download(source, place, entry, path.with_extension("part"), &path, meter).await?;
         // Nobody has a reason to write to it again.
         std::fs::set_permissions(&path, Permissions::from_mode(0o444)).map_err(StoreError::io(&path))?;
         Ok(path)
@@ -257,11 +304,10 @@ impl Cache {
     /// # Errors
     /// [`StoreError::Io`]; a cache that does not exist is empty.
     pub fn list(&self) -> Result<Vec<CacheEntry>, StoreError> {
-        let bundles = self.root.join("bundles");
         let now = SystemTime::now();
         let mut found = Vec::new();
-        for name in names(&bundles)?.into_iter().filter(|name| is_digest(name)) {
-            let Ok(bundle) = Bundle::open(&bundles.join(&name)) else { continue };
+        for name in self.bundle_names()? {
+            let Ok(bundle) = Bundle::open(&self.bundle_dir(&name)) else { continue };
             let path = bundle.dir().join(vt_bundle::manifest::file_name::MANIFEST);
             let bytes = std::fs::read(&path).map_err(StoreError::io(&path))?;
             let bytes = Contents::read(&name, bytes)?.total_bytes();
@@ -297,24 +343,30 @@ impl Cache {
         }
         std::fs::create_dir_all(&locks).map_err(StoreError::io(&locks))?;
         let _all = self.try_lock(ALL)?.ok_or_else(|| StoreError::Busy { path: self.root.clone() })?;
-        let before = self.blob_bytes()?;
+        let before = self.used_bytes()?;
         for name in names(&self.root.join("bundles"))?.iter().filter(|name| is_unfinished(name, ".partial")) {
             remove_tree(&self.root.join("bundles").join(name))?;
         }
         self.remove_unused()?;
-        let mut idle = self.list()?;
-        while self.blob_bytes()? > max_bytes {
-            let Some(entry) = idle.pop() else { break };
-            let Some(_lock) = self.try_lock(&entry.id)? else {
-                pruned.in_use.push(entry.id);
+        let mut idle: Vec<String> = self.list()?.into_iter().map(|entry| entry.id).collect();
+        // What is no bundle any more nobody can use: it goes first, however much may remain.
+        let known: HashSet<&String> = idle.iter().collect();
+        let broken: Vec<String> = self.bundle_names()?.into_iter().filter(|name| !known.contains(name)).collect();
+        let mut unusable = broken.len();
+        idle.extend(broken);
+        while unusable > 0 || self.used_bytes()? > max_bytes {
+            let Some(id) = idle.pop() else { break };
+            unusable = unusable.saturating_sub(1);
+            let Some(_lock) = self.try_lock(&id)? else {
+                pruned.in_use.push(id);
                 continue;
             };
-            remove_tree(&entry.dir)?;
-            let _ = std::fs::remove_file(self.info_path(&entry.id));
-            pruned.removed.push(entry.id);
+            remove_tree(&self.bundle_dir(&id))?;
+            let _ = std::fs::remove_file(self.info_path(&id));
+            pruned.removed.push(id);
             self.remove_unused()?;
         }
-        pruned.remaining_bytes = self.blob_bytes()?;
+        pruned.remaining_bytes = self.used_bytes()?;
         pruned.freed_bytes = before.saturating_sub(pruned.remaining_bytes);
         Ok(pruned)
     }
@@ -344,8 +396,28 @@ impl Cache {
         Ok(())
     }
 
-    fn blob_bytes(&self) -> Result<u64, StoreError> {
-        Ok(self.blobs()?.iter().map(|path| path.metadata().map_or(0, |meta| meta.len())).sum())
+    /// Names of bundles, whether they can be opened or not.
+    fn bundle_names(&self) -> Result<Vec<String>, StoreError> {
+        Ok(names(&self.root.join("bundles"))?.into_iter().filter(|name| is_digest(name)).collect())
+    }
+
+    /// Bytes of blobs and bundles. What has two names is counted once: where the file system has no hard links, the copies
+    /// in the bundles count, too.
+    fn used_bytes(&self) -> Result<u64, StoreError> {
+        let mut seen = HashSet::new();
+        let mut total = 0;
+        let mut left = self.blobs()?;
+        left.extend(self.bundle_names()?.iter().map(|name| self.bundle_dir(name)));
+        while let Some(path) = left.pop() {
+            // Somebody may be removing it.
+            let Ok(meta) = path.symlink_metadata() else { continue };
+            if meta.is_dir() {
+                left.extend(names(&path)?.iter().map(|name| path.join(name)));
+            } else if seen.insert((meta.dev(), meta.ino())) {
+                total += meta.len();
+            }
+        }
+        Ok(total)
     }
 }
 
@@ -414,5 +486,25 @@ mod tests {
         cache.prune(0).unwrap();
         assert!(there("bundles/mine") && there(&foreign));
         assert!(!there(&blob) && !there(&part) && !there(&format!("bundles/{hex}.partial")));
+    }
+
+    #[test]
+    fn what_can_no_longer_be_opened_is_removed() {
+        let root = tempfile::tempdir().unwrap();
+        let hex = "b".repeat(64);
+        let broken = root.path().join("bundles").join(&hex);
+        std::fs::create_dir_all(&broken).unwrap();
+        std::fs::create_dir(root.path().join("info")).unwrap();
+        std::fs::write(broken.join("manifest.json"), "{}").unwrap();
+        let cache = Cache::new(root.path().to_owned());
+        let held = cache.try_lock(&hex);
+        assert!(held.is_err(), "there is no folder of locks yet");
+        std::fs::create_dir(root.path().join("locks")).unwrap();
+        let held = cache.try_lock(&hex).unwrap();
+        assert_eq!(cache.prune(u64::MAX).unwrap().in_use, [hex.clone()]);
+        drop(held);
+        let pruned = cache.prune(u64::MAX).unwrap();
+        assert_eq!((pruned.removed, pruned.freed_bytes, pruned.remaining_bytes), (vec![hex], 2, 0));
+        assert!(!broken.exists());
     }
 }

@@ -27,11 +27,13 @@ pub struct Options {
     pub jobs: usize,
     /// Plain HTTP for every host; for this machine it is taken anyway.
     pub plain_http: bool,
+    /// Whether a push or a copy reads what the store has already, and stores anew what is damaged.
+    pub verify_existing: bool,
 }
 
 impl Default for Options {
     fn default() -> Self {
-        Self { jobs: 4, plain_http: false }
+        Self { jobs: 4, plain_http: false, verify_existing: false }
     }
 }
 
@@ -50,6 +52,15 @@ pub enum Listing {
         /// Name, bytes and BLAKE3 of each.
         files: Vec<(String, u64, String)>,
     },
+}
+
+/// The signatures that a store has of a bundle.
+#[derive(Clone, Debug)]
+pub struct Signatures {
+    /// Name and bytes of each.
+    pub found: Vec<(String, Vec<u8>)>,
+    /// Those that cannot be read, and why.
+    pub unreadable: Vec<String>,
 }
 
 /// Moves bundles between folders and stores. Blocks; owns the threads that do the work.
@@ -85,7 +96,7 @@ impl Client {
         check_target(to, &contents.id)?;
         let store = self.store(to, true)?;
         let source = Source::Folder(bundle);
-        self.runtime.block_on(upload::upload(&source, contents, &store, to, self.options.jobs, progress))
+        self.runtime.block_on(upload::upload(&source, contents, &store, to, &self.options, progress))
     }
 
     /// Fetches a bundle into a folder, where it appears complete and checked, or not at all.
@@ -115,7 +126,7 @@ impl Client {
             let remote = store.resolve(from, &Meter::new(progress)).await?;
             check_target(to, &remote.contents.id)?;
             let source = Source::Store(&store, &remote.contents);
-            upload::upload(&source, remote.contents.clone(), &target, to, self.options.jobs, progress).await
+            upload::upload(&source, remote.contents.clone(), &target, to, &self.options, progress).await
         })
     }
 
@@ -161,6 +172,34 @@ impl Client {
             let remote = store.resolve(from, &Meter::new(progress)).await?;
             let source = Source::Store(&store, &remote.contents);
             cache.get(&source, from, &remote.contents, self.options.jobs, progress).await
+        })
+    }
+
+    /// Fetches anew those files of a bundle in the cache that are not what its manifest says; gives their names, `None`
+    /// where there are none. What other bundles share is mended for them, too, when they are next fetched or mended.
+    ///
+    /// # Errors
+    /// [`StoreError::Busy`] where another process uses the bundle; [`StoreError`] where it cannot be fetched.
+    pub fn mend(
+        &self,
+        from: &Reference,
+        cache: &Cache,
+        held: CachedBundle,
+        progress: &Arc<dyn Progress>,
+    ) -> Result<Option<(CachedBundle, Vec<String>)>, StoreError> {
+        let id = held.id.clone();
+        // Its lock would be in the way of the one that is needed now.
+        drop(held);
+        let store = self.store(from, false)?;
+        self.runtime.block_on(async {
+            let Some(damage) = cache.damage(&id).await? else { return Ok(None) };
+            // The tag may have moved since: wanted is the bundle that was being loaded.
+            let pin = from.pin.clone().or(Some(Pin::Blake3(id)));
+            let remote = store.resolve(&Reference { pin, ..from.clone() }, &Meter::new(progress)).await?;
+            let source = Source::Store(&store, &remote.contents);
+            let files = damage.files.clone();
+            let mended = cache.renew(&source, from, &remote.contents, self.options.jobs, progress, damage).await?;
+            Ok(Some((mended, files)))
         })
     }
 
@@ -234,17 +273,18 @@ impl Client {
         })
     }
 
-    /// The signatures that a store has of a bundle, and the bundle's id.
+    /// The signatures that a store has of a bundle.
     ///
     /// # Errors
-    /// [`StoreError`].
-    pub fn signatures(&self, reference: &Reference) -> Result<(String, Vec<Vec<u8>>), StoreError> {
+    /// [`StoreError`]; a single signature that is damaged is no error.
+    pub fn signatures(&self, reference: &Reference) -> Result<Signatures, StoreError> {
         let store = self.store(reference, false)?;
         let meter = silent_meter();
         self.runtime.block_on(async {
             let remote = store.resolve(reference, &meter).await?;
-            let signatures = store.signatures(&reference.to_string(), &remote, &meter).await?;
-            Ok((remote.contents.id, signatures))
+            let stored = store.signatures(&reference.to_string(), &remote, &meter).await?;
+            let unreadable = stored.unreadable.iter().map(StoreError::to_string).collect();
+            Ok(Signatures { found: stored.signatures, unreadable })
         })
     }
 
@@ -257,15 +297,15 @@ impl Client {
         &self,
         bundle: &Path,
         place: &str,
-        signatures: &[Vec<u8>],
+        signatures: &[(String, Vec<u8>)],
         key: &VerifyingKey,
         progress: &Arc<dyn Progress>,
     ) -> Result<usize, StoreError> {
         let statement = self.state_folder(bundle, progress)?;
         let mut last =
             StoreError::Signature { place: place.to_owned(), reason: "there is none; sign it first".to_owned() };
-        for signature in signatures {
-            match sign::verify(place, signature, key, &statement) {
+        for (name, signature) in signatures {
+            match sign::verify(name, signature, key, &statement) {
                 Ok(files) => return Ok(files),
                 Err(error) => last = error,
             }

@@ -4,18 +4,39 @@
 //! login` writes them; a helper is a program `docker-credential-NAME` that is given the host and answers in JSON.
 
 use std::collections::HashMap;
+use std::fmt;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use base64::Engine;
-use oci_client::secrets::RegistryAuth;
 use serde::Deserialize;
 
 use crate::error::StoreError;
 
 /// Name that a helper and an entry give instead of a user where the secret is an identity token.
 const TOKEN_USER: &str = "<token>";
+
+/// What a registry is asked with.
+#[derive(Clone, PartialEq, Eq)]
+pub(crate) enum Credentials {
+    /// Nothing.
+    Anonymous,
+    /// User and password.
+    Basic(String, String),
+    /// A token that the registry takes as it is.
+    Bearer(String),
+}
+
+impl fmt::Debug for Credentials {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Anonymous => "Anonymous",
+            Self::Basic(..) => "Basic(***)",
+            Self::Bearer(_) => "Bearer(***)",
+        })
+    }
+}
 
 /// Any of it may be missing or null, which Docker takes for the same.
 #[derive(Deserialize, Default)]
@@ -71,8 +92,8 @@ pub(crate) fn config_file() -> Option<PathBuf> {
 ///
 /// # Errors
 /// [`StoreError::Denied`] where the file or a helper cannot be understood. Neither is quoted: they hold secrets.
-pub(crate) fn for_registry(host: &str, file: Option<&Path>) -> Result<RegistryAuth, StoreError> {
-    let Some(path) = file else { return Ok(RegistryAuth::Anonymous) };
+pub(crate) fn for_registry(host: &str, file: Option<&Path>) -> Result<Credentials, StoreError> {
+    let Some(path) = file else { return Ok(Credentials::Anonymous) };
     let denied = |reason: String| StoreError::Denied {
         place: host.to_owned(),
         reason,
@@ -80,11 +101,11 @@ pub(crate) fn for_registry(host: &str, file: Option<&Path>) -> Result<RegistryAu
     };
     let bytes = match std::fs::read(path) {
         Ok(bytes) => bytes,
-        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(RegistryAuth::Anonymous),
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(Credentials::Anonymous),
         Err(e) => return Err(denied(format!("{}: {e}", path.display()))),
     };
     if bytes.trim_ascii().is_empty() {
-        return Ok(RegistryAuth::Anonymous);
+        return Ok(Credentials::Anonymous);
     }
     let config: Option<Config> = serde_json::from_slice(&bytes)
         .map_err(|e| denied(format!("{}: not valid at line {}", path.display(), e.line())))?;
@@ -97,7 +118,7 @@ pub(crate) fn for_registry(host: &str, file: Option<&Path>) -> Result<RegistryAu
     }
     match config.entry(&names) {
         Some(auth) => from_entry(auth).map_err(|reason| denied(format!("{}: {reason}", path.display()))),
-        None => Ok(RegistryAuth::Anonymous),
+        None => Ok(Credentials::Anonymous),
     }
 }
 
@@ -112,9 +133,9 @@ fn names_of(host: &str) -> Vec<String> {
     names
 }
 
-fn from_entry(auth: &Auth) -> Result<RegistryAuth, String> {
+fn from_entry(auth: &Auth) -> Result<Credentials, String> {
     if let Some(token) = auth.registrytoken.as_ref().filter(|t| !t.is_empty()) {
-        return Ok(RegistryAuth::Bearer(token.clone()));
+        return Ok(Credentials::Bearer(token.clone()));
     }
     if auth.identitytoken.as_ref().is_some_and(|t| !t.is_empty()) {
         return Err(
@@ -122,21 +143,21 @@ fn from_entry(auth: &Auth) -> Result<RegistryAuth, String> {
         );
     }
     if let (Some(user), Some(password)) = (&auth.username, &auth.password) {
-        return Ok(RegistryAuth::Basic(user.clone(), password.clone()));
+        return Ok(Credentials::Basic(user.clone(), password.clone()));
     }
     let Some(encoded) = auth.auth.as_ref().filter(|a| !a.is_empty()) else {
-        return Ok(RegistryAuth::Anonymous);
+        return Ok(Credentials::Anonymous);
     };
     let decoded = base64::engine::general_purpose::STANDARD.decode(encoded.trim()).ok();
     let text = decoded.and_then(|bytes| String::from_utf8(bytes).ok());
     match text.as_deref().and_then(|text| text.trim_end_matches('\0').split_once(':')) {
-        Some((user, password)) => Ok(RegistryAuth::Basic(user.to_owned(), password.to_owned())),
+        Some((user, password)) => Ok(Credentials::Basic(user.to_owned(), password.to_owned())),
         None => Err("an entry's `auth` is not user:password in base64".to_owned()),
     }
 }
 
 /// Asks a helper; `None` where it has nothing for this host.
-fn ask_helper(helper: &str, names: &[String]) -> Result<Option<RegistryAuth>, String> {
+fn ask_helper(helper: &str, names: &[String]) -> Result<Option<Credentials>, String> {
     let program = format!("docker-credential-{helper}");
     if !helper.bytes().all(|b| b.is_ascii_alphanumeric() || b"_.-".contains(&b)) {
         return Err("the name of a credential helper has other characters than letters, digits, _ . and -".to_owned());
@@ -163,7 +184,7 @@ fn ask_helper(helper: &str, names: &[String]) -> Result<Option<RegistryAuth>, St
         if answer.username == TOKEN_USER {
             return Err(format!("{program}: gives an identity token, which is not supported; use an access token"));
         }
-        return Ok(Some(RegistryAuth::Basic(answer.username, answer.secret)));
+        return Ok(Some(Credentials::Basic(answer.username, answer.secret)));
     }
     Ok(None)
 }
@@ -172,7 +193,7 @@ fn ask_helper(helper: &str, names: &[String]) -> Result<Option<RegistryAuth>, St
 mod tests {
     use super::*;
 
-    fn auth_of(config: &str, host: &str) -> Result<RegistryAuth, StoreError> {
+    fn auth_of(config: &str, host: &str) -> Result<Credentials, StoreError> {
         let dir = tempfile::tempdir().unwrap();
         let file = dir.path().join("config.json");
         std::fs::write(&file, config).unwrap();
@@ -183,10 +204,10 @@ mod tests {
     fn entries_of_the_file() {
         let config =
             r#"{"auths":{"host:5000":{"auth":"dXNlcjpodW50ZXIy"},"https://index.docker.io/v1/":{"auth":"YTpi"}}}"#;
-        assert_eq!(auth_of(config, "host:5000").unwrap(), RegistryAuth::Basic("user".into(), "hunter2".into()));
-        assert_eq!(auth_of(config, "docker.io").unwrap(), RegistryAuth::Basic("a".into(), "b".into()));
-        assert_eq!(auth_of(config, "other").unwrap(), RegistryAuth::Anonymous);
-        assert_eq!(for_registry("x", Some(Path::new("/no/such/file"))).unwrap(), RegistryAuth::Anonymous);
+        assert_eq!(auth_of(config, "host:5000").unwrap(), Credentials::Basic("user".into(), "hunter2".into()));
+        assert_eq!(auth_of(config, "docker.io").unwrap(), Credentials::Basic("a".into(), "b".into()));
+        assert_eq!(auth_of(config, "other").unwrap(), Credentials::Anonymous);
+        assert_eq!(for_registry("x", Some(Path::new("/no/such/file"))).unwrap(), Credentials::Anonymous);
     }
 
     #[test]
@@ -200,11 +221,11 @@ mod tests {
             r#""credHelpers":{"h":null},"credsStore":"is-not-installed""#,
         ] {
             let found = auth_of(&format!("{{{auths},{members}}}"), "h").unwrap();
-            assert_eq!(found, RegistryAuth::Basic("user".into(), "hunter2".into()), "{members}");
+            assert_eq!(found, Credentials::Basic("user".into(), "hunter2".into()), "{members}");
         }
         for config in ["", " \n", "null", "{}", r#"{"auths":null}"#, r#"{"auths":{"h":null}}"#, r#"{"auths":{"h":{}}}"#]
         {
-            assert_eq!(auth_of(config, "h").unwrap(), RegistryAuth::Anonymous, "{config}");
+            assert_eq!(auth_of(config, "h").unwrap(), Credentials::Anonymous, "{config}");
         }
     }
 

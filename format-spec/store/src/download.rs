@@ -1,6 +1,5 @@
-//! Downloading one file: into `FILE.part`, hashed on the way, resumed by range, moved into place only when its digests hold.
+//! Downloading one file: into an unfinished one, hashed on the way, resumed by range, moved into place only when its digests hold.
 
-use std::ffi::OsString;
 use std::fs::{File, OpenOptions};
 use std::io::{Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
@@ -80,17 +79,18 @@ impl Partial {
     }
 }
 
-/// Downloads a file to `path`, where only a whole and right one ever appears.
+/// Downloads a file to `path`, where only a whole and right one ever appears. Until then it is `part`, on the same file
+/// system.
 ///
 /// `place` is what errors call the store.
 pub(crate) async fn download(
     source: &Source<'_>,
     place: &str,
     entry: &Entry,
+    part: PathBuf,
     path: &Path,
     meter: &Meter,
 ) -> Result<(), StoreError> {
-    let part = part_of(path);
     let size = entry.size;
     let mut partial = blocking({
         let part = part.clone();
@@ -227,11 +227,4 @@ pub(crate) async fn is_whole(path: &Path, entry: &Entry) -> Result<bool, StoreEr
     let path = path.to_owned();
     let (hashers, _) = blocking(move || hash_file(&path, u64::MAX)).await?;
     Ok(hashers.finish().0 == entry.blake3)
-}
-
-/// Where a file is while it is incomplete.
-pub(crate) fn part_of(path: &Path) -> PathBuf {
-    let mut name = OsString::from(path);
-    name.push(".part");
-    name.into()
 }

@@ -70,7 +70,8 @@ pub enum StoreError {
     },
     /// Bytes have another digest than they must.
     #[error(
-        "{place}: {what}: digest is {found}, expected {expected}; the store or the line to it is at fault, nothing was kept"
+        "{place}: {what}: digest is {found}, expected {expected}; the store or the line to it is at fault, nothing was kept; \
+         `vt-bundle push --verify-existing` mends what a store holds"
     )]
     Digest {
         /// The store or file.
@@ -84,7 +85,8 @@ pub enum StoreError {
     },
     /// A blob is shorter or longer than it must be.
     #[error(
-        "{place}: {what}: {found} bytes, expected {expected}; the blob in the store is truncated or changed, push it again"
+        "{place}: {what}: {found} bytes, expected {expected}; the blob in the store is truncated or changed; \
+         `vt-bundle push --verify-existing` mends it"
     )]
     Size {
         /// The store.
@@ -95,6 +97,19 @@ pub enum StoreError {
         found: u64,
         /// Bytes expected.
         expected: u64,
+    },
+    /// What was stored in the place of a damaged blob is still damaged.
+    #[error(
+        "{place}: {what}: the store keeps a damaged blob {digest} and takes no other in its place; have it removed there, \
+         then push again"
+    )]
+    Unmended {
+        /// The store.
+        place: String,
+        /// File of the bundle.
+        what: String,
+        /// Name of the blob.
+        digest: String,
     },
     /// The bundle is another one than the reference pins.
     #[error("{place}: found {found}, the reference pins {expected}")]
@@ -175,7 +190,11 @@ impl StoreError {
         match self {
             Self::Reference { .. } | Self::Unsupported { .. } | Self::Exists { .. } => 2,
             Self::NotFound { .. } | Self::NotABundle { .. } | Self::Key { .. } => 3,
-            Self::Digest { .. } | Self::Size { .. } | Self::Pin { .. } | Self::Signature { .. } => 4,
+            Self::Digest { .. }
+            | Self::Size { .. }
+            | Self::Unmended { .. }
+            | Self::Pin { .. }
+            | Self::Signature { .. } => 4,
             Self::Unreachable { .. }
             | Self::Denied { .. }
             | Self::Transfer { .. }

@@ -27,12 +27,13 @@ mod reference;
 mod retry;
 pub mod sign;
 mod source;
+mod staging;
 mod store;
 mod stream;
 mod upload;
 
 pub use cache::{Cache, CacheEntry, CachedBundle, Pruned};
-pub use client::{Client, Listing, Options};
+pub use client::{Client, Listing, Options, Signatures};
 pub use contents::{Contents, Entry, Kind};
 pub use error::StoreError;
 pub use progress::{Progress, Silent};

@@ -37,7 +37,8 @@ use crate::progress::Meter;
 use crate::reference::{Location, Pin, Reference, is_digest};
 use crate::retry::Retry;
 use crate::source::Source;
-use crate::store::{Listed, Remote};
+use crate::staging::Staging;
+use crate::store::{Listed, Remote, State, Stored};
 use crate::stream::{self, ByteStream};
 
 /// Bytes of one part of a large blob. A segment of 1 GiB has 128; stores allow 10,000.
@@ -90,6 +91,7 @@ pub(crate) struct Objects {
     name: String,
     /// The folder of a `file://` store.
     folder: Option<PathBuf>,
+    staging: Staging,
     place: String,
 }
 
@@ -165,7 +167,7 @@ impl Objects {
             advice: advice(scheme).to_owned(),
         })?;
         let root = if folder.is_some() { Key::default() } else { Key::from(prefix.as_str()) };
-        Ok(Self { store, scheme, root, name: name.clone(), folder, place })
+        Ok(Self { store, scheme, root, name: name.clone(), folder, staging: Staging::default(), place })
     }
 
     fn key(&self, parts: &[&str]) -> Key {
@@ -178,6 +180,15 @@ impl Objects {
 
     fn index_key(&self) -> Key {
         self.key(&["index", &format!("{}.json", self.name)])
+    }
+
+    /// Makes ready to write.
+    pub(crate) fn prepare(&self) -> Result<(), StoreError> {
+        let Some(folder) = &self.folder else { return Ok(()) };
+        let blobs = folder.join("blobs/blake3");
+        std::fs::create_dir_all(&blobs).map_err(StoreError::io(&blobs))?;
+        self.staging.begin(&blobs, &[&blobs, &folder.join("index")], is_staged);
+        Ok(())
     }
 
     /// Finds a bundle and reads its manifest, whose BLAKE3 must be the id.
@@ -274,21 +285,27 @@ impl Objects {
     }
 
     /// Whether a file is there already.
-    pub(crate) async fn contains(&self, entry: &Entry) -> Result<bool, StoreError> {
+    pub(crate) async fn state(&self, entry: &Entry) -> Result<State, StoreError> {
         match self.store.head(&self.blob(&entry.blake3)).await {
-            Ok(meta) => Ok(meta.size == entry.size),
-            Err(object_store::Error::NotFound { .. }) => Ok(false),
+            Ok(meta) => Ok(if meta.size == entry.size { State::Present } else { State::Damaged }),
+            Err(object_store::Error::NotFound { .. }) => Ok(State::Absent),
             Err(error) => Err(self.error(&entry.path, error)),
         }
     }
 
     /// Stores a file; its BLAKE3 is checked before it becomes visible.
-    pub(crate) async fn put(&self, entry: &Entry, source: &Source<'_>, meter: &Meter) -> Result<(), StoreError> {
+    pub(crate) async fn put(
+        &self,
+        entry: &Entry,
+        source: &Source<'_>,
+        replace: bool,
+        meter: &Meter,
+    ) -> Result<(), StoreError> {
         let mut retry = Retry::default();
         loop {
             meter.set(0);
             let written = match entry.size as usize <= PART {
-                true => self.put_whole(entry, source, meter).await,
+                true => self.put_whole(entry, source, replace, meter).await,
                 false => self.put_parts(entry, source, meter).await,
             };
             match written {
@@ -298,17 +315,24 @@ impl Objects {
         }
     }
 
-    async fn put_whole(&self, entry: &Entry, source: &Source<'_>, meter: &Meter) -> Result<(), StoreError> {
+    async fn put_whole(
+        &self,
+        entry: &Entry,
+        source: &Source<'_>,
+        replace: bool,
+        meter: &Meter,
+    ) -> Result<(), StoreError> {
         let bytes = stream::counted(source.open(entry, 0).await?, meter);
         let bytes = stream::collect(&self.place, &entry.path, bytes, entry.size, PART as u64).await?;
         self.check(entry, &blake3::hash(&bytes))?;
-        let options = PutOptions { mode: PutMode::Create, ..PutOptions::default() };
+        let mode = if replace { PutMode::Overwrite } else { PutMode::Create };
+        let options = PutOptions { mode, ..PutOptions::default() };
         let key = self.blob(&entry.blake3);
         let payload = PutPayload::from(bytes);
         match self.store.put_opts(&key, payload.clone(), options).await {
             Ok(_) => Ok(()),
-            // Somebody else was faster, or an object of another size is in the way, which `contains` did not accept.
-            Err(object_store::Error::AlreadyExists { .. }) if self.contains(entry).await? => Ok(()),
+            // Somebody else was faster.
+            Err(object_store::Error::AlreadyExists { .. }) if self.state(entry).await? == State::Present => Ok(()),
             Err(object_store::Error::AlreadyExists { .. } | object_store::Error::NotImplemented { .. }) => {
                 self.store.put(&key, payload).await.map(|_| ()).map_err(|e| self.error(&entry.path, e))
             }
@@ -437,16 +461,28 @@ impl Objects {
         put.map(|_| ()).map_err(|e| self.error("signature", e))
     }
 
-    /// The signatures of a bundle.
-    pub(crate) async fn signatures(&self, id: &str) -> Result<Vec<Vec<u8>>, StoreError> {
+    /// The signatures of a bundle. One that cannot be read hides no other.
+    pub(crate) async fn signatures(&self, id: &str) -> Result<Stored, StoreError> {
         let prefix = self.key(&["signatures", id]);
         let found: Vec<_> =
             self.store.list(Some(&prefix)).try_collect().await.map_err(|e| self.error("signatures", e))?;
-        let mut signatures = Vec::new();
+        let mut stored = Stored::default();
         for meta in found {
-            signatures.extend(self.small(&meta.location, "signature", MAX_SMALL).await?.map(|(bytes, _)| bytes));
+            let file = meta.location.filename().unwrap_or_default().to_owned();
+            let (place, what) = (self.place.clone(), format!("signature {file}"));
+            match self.small(&meta.location, &what, MAX_SMALL).await {
+                Ok(Some((bytes, _))) if file == format!("{}.json", stream::sha256(&bytes)) => {
+                    stored.signatures.push((what, bytes));
+                }
+                Ok(Some((bytes, _))) => {
+                    let (found, expected) = (stream::sha256(&bytes), file.trim_end_matches(".json").to_owned());
+                    stored.unreadable.push(StoreError::Digest { place, what, found, expected });
+                }
+                Ok(None) => {}
+                Err(error) => stored.unreadable.push(error),
+            }
         }
-        Ok(signatures)
+        Ok(stored)
     }
 
     fn error(&self, what: &str, error: object_store::Error) -> StoreError {
@@ -472,6 +508,12 @@ impl Objects {
             _ => StoreError::Transfer { place, what: what.to_owned(), reason, transient: false },
         }
     }
+}
+
+/// Whether a name is that of a file that `object_store` has not finished: a blob's or an index's, `#` and a number.
+fn is_staged(name: &str) -> bool {
+    let number = |text: &str| !text.is_empty() && text.bytes().all(|b| b.is_ascii_digit());
+    name.rsplit_once('#').is_some_and(|(name, n)| number(n) && (is_digest(name) || name.ends_with(".json")))
 }
 
 /// The operating system's error below an error, if there is one.
@@ -532,5 +574,33 @@ fn redacted(text: &str) -> String {
     match line.char_indices().nth(500) {
         Some((at, _)) => format!("{}...", &line[..at]),
         None => line,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_killed_pushes_left_is_removed_and_nothing_else() {
+        let root = tempfile::tempdir().unwrap();
+        let location = format!("file://{}/name", root.path().display()).parse::<Reference>().unwrap().location;
+        let open = || Objects::new(&location, false, true).unwrap();
+        let hex = "a".repeat(64);
+        let first = open();
+        first.prepare().unwrap();
+        std::fs::create_dir(root.path().join("index")).unwrap();
+        let left = [format!("blobs/blake3/{hex}#1"), "index/name.json#12".to_owned()];
+        let others = [format!("blobs/blake3/{hex}"), "blobs/blake3/notes#1".to_owned(), "index/name.json".to_owned()];
+        for name in left.iter().chain(&others) {
+            std::fs::write(root.path().join(name), "half").unwrap();
+        }
+        // The first is at work still.
+        open().prepare().unwrap();
+        assert!(left.iter().chain(&others).all(|name| root.path().join(name).exists()));
+        drop(first);
+        open().prepare().unwrap();
+        assert!(left.iter().all(|name| !root.path().join(name).exists()));
+        assert!(others.iter().all(|name| root.path().join(name).exists()));
     }
 }

@@ -1,6 +1,12 @@
 //! Fetching a bundle into a folder: complete, checked, or not there.
 //!
-//! Work happens in `DIR.partial/`, which is locked, marked as ours, left by a kill and continued by the next run.
+//! Work happens in `DIR.partial/`, which is locked, marked as ours, left by a kill and continued by the next run:
+//!
+//! ```text
+//! DIR.partial/.vt-pull        the bundle that it is for
+//! DIR.partial/bundle/         what becomes DIR: nothing but files of the bundle, whatever they are called
+//! DIR.partial/parts/<n>       the bundle's file n while it comes
+//! ```
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -12,13 +18,15 @@ use serde::Serialize;
 use vt_bundle::Bundle;
 
 use crate::contents::{Contents, Entry};
-use crate::download::{download, is_whole, part_of};
+use crate::download::{download, is_whole};
 use crate::error::StoreError;
 use crate::progress::{Meter, Progress};
 use crate::source::Source;
 
 /// File that marks a folder of unfinished work, and the bundle that it is for.
 const MARKER: &str = ".vt-pull";
+const WHOLE: &str = "bundle";
+const PARTS: &str = "parts";
 
 /// What a pull did.
 #[derive(Clone, Debug, Serialize)]
@@ -51,29 +59,33 @@ pub(crate) async fn pull(
     partial.push(".partial");
     let partial = PathBuf::from(partial);
     let _lock = claim(&partial, &contents.id)?;
-    let present = present_bytes(&partial, &contents.entries);
+    let (whole, parts) = (partial.join(WHOLE), partial.join(PARTS));
+    for folder in [&whole, &parts] {
+        std::fs::create_dir_all(folder).map_err(StoreError::io(folder))?;
+    }
+    let files: Vec<Incoming<'_>> =
+        contents.entries.iter().enumerate().map(|(n, entry)| Incoming { n, entry }).collect();
+    let present: u64 = files.iter().map(|file| file.present(&whole, &parts)).sum();
     require_space(&partial, contents.total_bytes().saturating_sub(present))?;
     progress.begin("pulling", contents.total_bytes());
-    let (derived, fetched): (Vec<&Entry>, Vec<&Entry>) =
-        contents.entries.iter().partition(|entry| contents.derived(&entry.path).is_some());
-    for entry in &fetched {
-        make_parent(&partial.join(&entry.path))?;
-    }
+    let (derived, fetched): (Vec<Incoming<'_>>, Vec<Incoming<'_>>) =
+        files.into_iter().partition(|file| contents.derived(&file.entry.path).is_some());
     futures::iter(fetched)
-        .map(async |entry| {
+        .map(async |file| {
             let meter = Meter::new(progress);
-            let path = partial.join(&entry.path);
-            if is_whole(&path, entry).await? {
-                meter.set(entry.size);
+            let path = file.whole(&whole);
+            make_parent(&path)?;
+            if is_whole(&path, file.entry).await? {
+                meter.set(file.entry.size);
                 return Ok(());
             }
-            download(source, place, entry, &path, &meter).await
+            download(source, place, file.entry, file.part(&parts), &path, &meter).await
         })
         .buffer_unordered(jobs.max(1))
         .try_collect::<()>()
         .await?;
-    for entry in derived {
-        write_synced(&partial.join(&entry.path), &contents.derived(&entry.path).unwrap_or_default())?;
+    for Incoming { entry, .. } in derived {
+        write_synced(&whole.join(&entry.path), &contents.derived(&entry.path).unwrap_or_default())?;
         progress.advance(entry.size);
     }
     finish(&partial, dir, contents)?;
@@ -83,6 +95,29 @@ pub(crate) async fn pull(
         files: contents.entries.len() as u64,
         bytes: contents.total_bytes(),
     })
+}
+
+/// A file of a bundle that is pulled.
+struct Incoming<'a> {
+    /// Its number in the bundle.
+    n: usize,
+    entry: &'a Entry,
+}
+
+impl Incoming<'_> {
+    fn whole(&self, folder: &Path) -> PathBuf {
+        folder.join(&self.entry.path)
+    }
+
+    fn part(&self, folder: &Path) -> PathBuf {
+        folder.join(self.n.to_string())
+    }
+
+    /// Bytes of it that are there, whole or in part.
+    fn present(&self, whole: &Path, parts: &Path) -> u64 {
+        let len = |path: &Path| path.metadata().map_or(0, |meta| meta.len());
+        len(&self.whole(whole)).max(len(&self.part(parts))).min(self.entry.size)
+    }
 }
 
 /// Makes or takes over the folder of unfinished work. What an earlier run left of another bundle is removed.
@@ -135,27 +170,21 @@ fn refuse_links(path: &Path) -> Result<(), StoreError> {
     Ok(())
 }
 
-/// Sees that the folder is the bundle and nothing else, and moves it into place.
+/// Sees that the bundle is one, and moves it into place.
 fn finish(partial: &Path, dir: &Path, contents: &Contents) -> Result<(), StoreError> {
-    let bundle = Bundle::open(partial)?;
+    let whole = partial.join(WHOLE);
+    let bundle = Bundle::open(&whole)?;
     if bundle.id() != contents.id {
         let (found, expected) = (bundle.id().to_owned(), contents.id.clone());
-        return Err(vt_bundle::BundleError::Id { path: partial.to_owned(), found, expected }.into());
+        return Err(vt_bundle::BundleError::Id { path: whole, found, expected }.into());
     }
-    let marker = partial.join(MARKER);
-    std::fs::remove_file(&marker).map_err(StoreError::io(&marker))?;
-    sync_folder(partial)?;
+    sync_folder(&whole)?;
     if dir.symlink_metadata().is_ok() {
         return Err(StoreError::Exists { path: dir.to_owned() });
     }
-    std::fs::rename(partial, dir).map_err(StoreError::io(dir))?;
-    sync_folder(dir.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new(".")))
-}
-
-/// Bytes of a bundle's files that a folder holds, whole or in part.
-fn present_bytes(dir: &Path, entries: &[Entry]) -> u64 {
-    let len = |path: &Path| path.metadata().map_or(0, |meta| meta.len());
-    entries.iter().map(|e| len(&dir.join(&e.path)).max(len(&part_of(&dir.join(&e.path)))).min(e.size)).sum()
+    std::fs::rename(&whole, dir).map_err(StoreError::io(dir))?;
+    sync_folder(dir.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new(".")))?;
+    std::fs::remove_dir_all(partial).map_err(StoreError::io(partial))
 }
 
 /// Refuses work that the disk cannot hold before it begins.
@@ -199,8 +228,8 @@ mod tests {
         assert!(matches!(claim(&partial, "id"), Err(StoreError::Unsupported { .. })));
         std::fs::remove_file(&partial).unwrap();
         drop(claim(&partial, "id").unwrap());
-        std::fs::create_dir(partial.join("segments")).unwrap();
-        std::os::unix::fs::symlink(elsewhere.join("file"), partial.join("segments/image-00000.bin")).unwrap();
+        std::fs::create_dir(partial.join(PARTS)).unwrap();
+        std::os::unix::fs::symlink(elsewhere.join("file"), partial.join(PARTS).join("3")).unwrap();
         assert!(matches!(claim(&partial, "id"), Err(StoreError::Unsupported { .. })));
         assert!(std::fs::read_dir(&elsewhere).unwrap().next().is_none());
     }

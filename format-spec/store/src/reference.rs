@@ -228,7 +228,8 @@ pub(crate) fn is_digest(text: &str) -> bool {
     text.len() == 64 && text.bytes().all(|b| b.is_ascii_digit() || (b'a'..=b'f').contains(&b))
 }
 
-fn is_tag(text: &str) -> bool {
+/// Whether a text is a tag, and so safe to be shown and to be part of an address.
+pub(crate) fn is_tag(text: &str) -> bool {
     let ok = |b: u8| b.is_ascii_alphanumeric() || b"_.-".contains(&b);
     (1..=128).contains(&text.len()) && text.bytes().all(ok) && !text.starts_with(['.', '-'])
 }

@@ -9,13 +9,14 @@ use serde::Serialize;
 use vt_bundle::Bundle;
 use vt_bundle::manifest::file_name;
 
+use crate::client::Options;
 use crate::contents::{Contents, Entry};
 use crate::error::StoreError;
 use crate::hashing;
 use crate::progress::{Meter, Progress};
 use crate::reference::Reference;
 use crate::source::Source;
-use crate::store::Store;
+use crate::store::{State, Store};
 
 /// What a push or a copy did.
 #[derive(Clone, Debug, Serialize)]
@@ -31,7 +32,7 @@ pub struct Pushed {
     pub files: u64,
     /// Their bytes.
     pub bytes: u64,
-    /// Files that were not there yet.
+    /// Files that were not there yet, or were damaged there.
     pub uploaded_files: u64,
     /// Their bytes.
     pub uploaded_bytes: u64,
@@ -55,13 +56,13 @@ pub(crate) fn open_folder(dir: &Path) -> Result<Contents, StoreError> {
     Ok(contents)
 }
 
-/// Stores every file that is not there yet, `jobs` at once, and then makes the bundle known.
+/// Stores every file that is not there yet, some at once, and then makes the bundle known.
 pub(crate) async fn upload(
     source: &Source<'_>,
     mut contents: Contents,
     store: &Store,
     to: &Reference,
-    jobs: usize,
+    options: &Options,
     progress: &Arc<dyn Progress>,
 ) -> Result<Pushed, StoreError> {
     store.prepare(&Meter::new(progress)).await?;
@@ -78,12 +79,24 @@ pub(crate) async fn upload(
         if let (Source::Folder(dir), true) = (source, store.needs_sha256()) {
             entry.sha256 = Some(hashing::checked_sha256(&dir.join(&entry.path), &entry).await?);
         }
-        if store.contains(&entry, &meter).await? {
+        let mut state = store.state(&entry, &meter).await?;
+        if state == State::Present && options.verify_existing {
+            state = store.read_back(&entry, &meter).await?;
+        }
+        if state == State::Present {
             meter.set(entry.size);
             return Ok(entry);
         }
-        let sha256 = store.put(&entry, source, &meter).await?;
+        let sha256 = store.put(&entry, source, state == State::Damaged, &meter).await?;
         entry.sha256 = sha256.or(entry.sha256);
+        // A store may keep what it has under this name instead of looking at it.
+        if state == State::Damaged && store.read_back(&entry, &meter).await? != State::Present {
+            let digest = match (&entry.sha256, store.needs_sha256()) {
+                (Some(sha256), true) => format!("sha256:{sha256}"),
+                _ => format!("blake3:{}", entry.blake3),
+            };
+            return Err(StoreError::Unmended { place: to.to_string(), what: entry.path, digest });
+        }
         files.fetch_add(1, Ordering::Relaxed);
         bytes.fetch_add(entry.size, Ordering::Relaxed);
         Ok(entry)
@@ -91,7 +104,7 @@ pub(crate) async fn upload(
     // The manifest comes last: in a store that finds a bundle by its id, it is what makes it found.
     let mut done: Vec<(usize, Entry)> = futures::iter(first.into_iter().enumerate())
         .map(async |(i, entry)| Ok::<_, StoreError>((i, one(entry).await?)))
-        .buffer_unordered(jobs.max(1))
+        .buffer_unordered(options.jobs.max(1))
         .try_collect()
         .await?;
     done.sort_by_key(|(i, _)| *i);
@@ -99,7 +112,7 @@ pub(crate) async fn upload(
         contents.entries.push(one(entry).await?);
     }
     contents.entries.extend(done.into_iter().map(|(_, entry)| entry));
-    let digest = store.publish(to, &contents, &Meter::new(progress)).await?;
+    let digest = store.publish(to, &contents, options.verify_existing, &Meter::new(progress)).await?;
     Ok(Pushed {
         reference: to.to_string(),
         id: contents.id.clone(),

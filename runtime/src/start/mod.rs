@@ -21,7 +21,7 @@ pub use bench::bench_load;
 pub use chat::chat;
 pub use generation::bench;
 #[cfg(feature = "remote")]
-pub use remote::fetch;
+pub use remote::{Fetched, fetch};
 
 /// Why a run ended, and the exit code that says so.
 #[derive(Debug)]

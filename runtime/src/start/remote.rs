@@ -1,7 +1,7 @@
 //! Bundles in stores: fetched into the local cache before anything is loaded.
 
 use super::Failure;
-use crate::cli::{Invocation, StoreArgs};
+use crate::cli::Invocation;
 use anyhow::anyhow;
 use std::path::Path;
 use std::sync::Arc;
@@ -12,38 +12,68 @@ use vt_store::{Cache, CachedBundle, Client, Options, Progress, Reference, StoreE
 /// Time between two lines about a fetch.
 const REPORT_EVERY: Duration = Duration::from_secs(5);
 
+/// A bundle out of a store, held in the cache while this lives.
+pub struct Fetched {
+    client: Client,
+    cache: Cache,
+    reference: Reference,
+    progress: Arc<dyn Progress>,
+    held: Option<CachedBundle>,
+}
+
 /// Where the bundle is named by a reference: fetches it, unless it is in the cache, and puts its folder in the place of
-/// the reference. While the result lives, the cache keeps the bundle.
+/// the reference.
 ///
 /// # Errors
 /// [`Failure`] with the exit code of the store's error.
-pub fn fetch(invocation: &mut Invocation) -> Result<Option<CachedBundle>, Failure> {
+pub fn fetch(invocation: &mut Invocation) -> Result<Option<Fetched>, Failure> {
     let Some((bundle, args)) = invocation.bundle() else { return Ok(None) };
     let Some(text) = bundle.to_str().filter(|text| vt_store::is_reference(text)) else { return Ok(None) };
     let reference: Reference = text.parse()?;
-    let cached = cached(&reference, args)?;
-    let name = reference.name();
-    if let Invocation::Run(cli) = invocation
-        && cli.server.served_model_name.is_empty()
-    {
-        // The folder in the cache has the bundle's id for a name.
-        cli.server.served_model_name.push(name);
-    }
-    invocation.set_bundle(&cached.dir);
-    Ok(Some(cached))
-}
-
-fn cached(reference: &Reference, args: &StoreArgs) -> Result<CachedBundle, Failure> {
     let root = args.cache_dir.clone().or_else(Cache::default_root);
     let root =
         root.ok_or_else(|| Failure::new(2, anyhow!("there is no home folder for the cache; give --cache-dir")))?;
     let client = Client::new(Options { plain_http: args.plain_http, ..Options::default() })?;
     let cache = Cache::new(root);
     let progress: Arc<dyn Progress> = Arc::new(Reporter::default());
-    let cached = client.cached(reference, &cache, &progress)?;
-    let how = if cached.fetched { "fetched into" } else { "found in" };
-    tracing::info!("{reference}: {how} {}", shown(&cached.dir));
-    Ok(cached)
+    let held = client.cached(&reference, &cache, &progress)?;
+    let how = if held.fetched { "fetched into" } else { "found in" };
+    tracing::info!("{reference}: {how} {}", shown(&held.dir));
+    if let Invocation::Run(cli) = invocation
+        && cli.server.served_model_name.is_empty()
+    {
+        // The folder in the cache has the bundle's id for a name.
+        cli.server.served_model_name.push(reference.name());
+    }
+    invocation.set_bundle(&held.dir);
+    Ok(Some(Fetched { client, cache, reference, progress, held: Some(held) }))
+}
+
+impl std::fmt::Debug for Fetched {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Fetched").field("reference", &self.reference).field("held", &self.held).finish_non_exhaustive()
+    }
+}
+
+impl Fetched {
+    /// After a load that found wrong bytes: fetches what is damaged in the cache anew. Whether anything was, and no longer
+    /// is; where it cannot be mended, the log says why.
+    pub fn mend(&mut self) -> bool {
+        let Some(held) = self.held.take() else { return false };
+        let dir = shown(&held.dir);
+        match self.client.mend(&self.reference, &self.cache, held, &self.progress) {
+            Ok(Some((mended, damaged))) => {
+                self.held = Some(mended);
+                tracing::warn!("{dir}: {} was damaged and has been fetched anew", damaged.join(", "));
+                true
+            }
+            Ok(None) => false,
+            Err(error) => {
+                tracing::warn!("{dir}: is damaged and cannot be fetched anew: {error}");
+                false
+            }
+        }
+    }
 }
 
 fn shown(dir: &Path) -> String {

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 
 use clap::Subcommand;
 use serde_json::json;
+use vt_bundle::printable::line;
 
 use crate::failure::{Failure, Outcome, say};
 use crate::output;
@@ -78,7 +79,7 @@ fn list(args: &ListArgs) -> Result<Outcome, Failure> {
     let mut out = output::stdout();
     for entry in &entries {
         let (size, idle) = (output::bytes(entry.bytes), duration(entry.idle_seconds));
-        writeln!(out, "{}  {size:>10}  {idle:>9}  {}", entry.id, entry.reference)?;
+        writeln!(out, "{}  {size:>10}  {idle:>9}  {}", entry.id, line(&entry.reference))?;
     }
     out.flush()?;
     Ok(Outcome::Clean)

@@ -3,6 +3,7 @@
 use std::io::Write;
 
 use serde_json::json;
+use vt_bundle::printable::line;
 use vt_store::Listing;
 
 use super::{ConnectionArgs, ReferenceArg};
@@ -35,12 +36,12 @@ pub fn run(args: &Args) -> Result<Outcome, Failure> {
         Listing::Versions(versions) => {
             for version in versions {
                 let size = output::bytes(version.bytes);
-                writeln!(out, "{:<24} {size:>10}  {}", version.tag, version.id)?;
+                writeln!(out, "{:<24} {size:>10}  {}", line(&version.tag), line(&version.id))?;
             }
         }
         Listing::Files { id, digest, files } => {
             for (name, bytes, blake3) in files {
-                writeln!(out, "{blake3}  {:>10}  {name}", output::bytes(*bytes))?;
+                writeln!(out, "{blake3}  {:>10}  {}", output::bytes(*bytes), line(name))?;
             }
             writeln!(out, "bundle id {id}")?;
             if let Some(digest) = digest {

@@ -39,13 +39,19 @@ pub struct ConnectionArgs {
 
 impl ConnectionArgs {
     fn client(&self, jobs: u16) -> Result<Client, Failure> {
-        Ok(Client::new(Options { jobs: jobs.into(), plain_http: self.plain_http })?)
+        Ok(Client::new(Options { jobs: jobs.into(), plain_http: self.plain_http, ..Options::default() })?)
     }
 }
 
 impl TransferArgs {
     fn client(&self) -> Result<Client, Failure> {
         self.connection.client(self.jobs)
+    }
+
+    /// The same for what writes to a store.
+    fn writer(&self, verify_existing: bool) -> Result<Client, Failure> {
+        let plain_http = self.connection.plain_http;
+        Ok(Client::new(Options { jobs: self.jobs.into(), plain_http, verify_existing })?)
     }
 
     fn progress(&self) -> Arc<dyn Progress> {

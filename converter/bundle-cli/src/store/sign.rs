@@ -10,7 +10,7 @@ use vt_store::sign::{SigningKey, VerifyingKey};
 use vt_store::{Progress, Reference};
 
 use super::{ConnectionArgs, Place, ReferenceArg};
-use crate::failure::{Failure, Outcome};
+use crate::failure::{Failure, Outcome, say};
 use crate::output;
 use crate::progress::TransferBar;
 
@@ -124,8 +124,16 @@ impl SignatureArgs {
         let key = VerifyingKey::read(key)?;
         let client = self.connection.client(1)?;
         let (name, signatures) = match place.place()? {
-            Place::Folder(path) => (path.display().to_string(), vec![read(&path)?]),
-            Place::Store(reference) => (reference.to_string(), client.signatures(&reference)?.1),
+            Place::Folder(path) => {
+                let name = path.display().to_string();
+                (name.clone(), vec![(name, read(&path)?)])
+            }
+            Place::Store(reference) => {
+                let stored = client.signatures(&reference)?;
+                // Another one may hold; if none does, this is why.
+                stored.unreadable.iter().for_each(|why| say(&format!("warning: {reference}: {why}")));
+                (reference.to_string(), stored.found)
+            }
         };
         let progress: Arc<dyn Progress> = Arc::new(TransferBar::new(quiet));
         client.verify_signature(bundle, &name, &signatures, &key, &progress)?;

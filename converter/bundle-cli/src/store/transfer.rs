@@ -17,6 +17,9 @@ pub struct PushArgs {
     bundle: PathBuf,
     /// Where to: oci://host/name:tag, oci-layout:DIR:tag, s3://bucket/name:tag, gs://, az://, file:///folder/name:tag
     reference: ReferenceArg,
+    /// Read the files that the store has already, and store anew those that are damaged there
+    #[arg(long, env = "VT_VERIFY_EXISTING")]
+    verify_existing: bool,
     #[command(flatten)]
     transfer: TransferArgs,
 }
@@ -39,19 +42,24 @@ pub struct CopyArgs {
     from: ReferenceArg,
     /// Where to
     to: ReferenceArg,
+    /// Read the files that the store has already, and store anew those that are damaged there
+    #[arg(long, env = "VT_VERIFY_EXISTING")]
+    verify_existing: bool,
     #[command(flatten)]
     transfer: TransferArgs,
 }
 
 /// Stores a bundle.
 pub fn push(args: &PushArgs) -> Result<Outcome, Failure> {
-    let pushed = args.transfer.client()?.push(&args.bundle, &args.reference.read()?, &args.transfer.progress())?;
+    let client = args.transfer.writer(args.verify_existing)?;
+    let pushed = client.push(&args.bundle, &args.reference.read()?, &args.transfer.progress())?;
     print(&args.transfer, &pushed)
 }
 
 /// Copies a bundle from store to store.
 pub fn copy(args: &CopyArgs) -> Result<Outcome, Failure> {
-    let pushed = args.transfer.client()?.copy(&args.from.read()?, &args.to.read()?, &args.transfer.progress())?;
+    let client = args.transfer.writer(args.verify_existing)?;
+    let pushed = client.copy(&args.from.read()?, &args.to.read()?, &args.transfer.progress())?;
     print(&args.transfer, &pushed)
 }
 

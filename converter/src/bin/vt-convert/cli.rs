@@ -6,18 +6,20 @@ use clap::Parser;
 use vt_convert::convert::Options;
 use vt_convert::open::Choices;
 
+/// Shown below the help.
+const EXIT_CODES: &str = "Exit codes: 0 ok, 2 usage, 3 input invalid, 4 integrity failure, 6 I/O, 130 interrupted.\n\
+    Results go to standard output, warnings and progress to standard error.";
+
 /// Turns an LLM checkpoint into a vt bundle: weights in the order GPU kernels read, content-hashed and reversible.
-///
-/// Exit codes: 0 ok, 2 usage, 3 input invalid, 4 integrity failure, 6 I/O, 130 interrupted.
 #[derive(Debug, Parser)]
-#[command(name = "vt-convert", version, about, long_about = None)]
+#[command(name = "vt-convert", version, about, long_about = None, after_help = EXIT_CODES)]
 pub struct Cli {
     /// Checkpoint: a folder with safetensors and config.json, or a GGUF file (any part of a split one).
     pub input: PathBuf,
 
     /// Bundle to make: a folder that does not exist yet.
-    #[arg(default_value = "", hide_default_value = true, required_unless_present = "dry_run")]
-    pub output: PathBuf,
+    #[arg(required_unless_present = "dry_run")]
+    pub output: Option<PathBuf>,
 
     /// Print the plan (every tensor, the exact size of the image, a bound for the rest) and stop.
     #[arg(long, env = "VT_DRY_RUN")]
@@ -31,8 +33,8 @@ pub struct Cli {
     #[arg(long, value_name = "N", default_value_t = 0, value_parser = clap::value_parser!(u16).range(..=1024), env = "VT_THREADS")]
     pub threads: u16,
 
-    /// Bound on anonymous memory, such as 512M or 2G.
-    #[arg(long, value_name = "SIZE", default_value = "1G", value_parser = parse_size, env = "VT_MAX_MEMORY")]
+    /// Bound on anonymous memory, such as 512M or 2G; at least 64M.
+    #[arg(long, value_name = "SIZE", default_value = "1G", value_parser = memory, env = "VT_MAX_MEMORY")]
     pub max_memory: u64,
 
     /// Replace OUTPUT if it is a bundle.
@@ -67,7 +69,7 @@ impl Cli {
     pub fn options(&self) -> Options {
         Options {
             input: self.input.clone(),
-            output: self.output.clone(),
+            output: self.output.clone().unwrap_or_default(),
             threads: usize::from(self.threads),
             max_memory: self.max_memory,
             overwrite: self.overwrite,
@@ -76,6 +78,17 @@ impl Cli {
             choices: self.choices(),
         }
     }
+}
+
+/// What one worker and the tables of a checkpoint need.
+const LEAST_MEMORY: u64 = 64 << 20;
+
+fn memory(text: &str) -> Result<u64, String> {
+    let bytes = parse_size(text)?;
+    if bytes < LEAST_MEMORY {
+        return Err(format!("{text:?} is too little; a conversion needs at least {}M", LEAST_MEMORY >> 20));
+    }
+    Ok(bytes)
 }
 
 /// Bytes with an optional binary unit: `1048576`, `64M`, `2GiB`.
@@ -106,11 +119,16 @@ mod tests {
         for bad in ["", "M", "0", "1X", "99999999999T"] {
             assert!(parse_size(bad).is_err(), "{bad}");
         }
+        assert_eq!(memory("64M"), Ok(64 << 20));
+        assert!(memory("63M").is_err());
     }
 
     #[test]
     fn the_definition_is_sound() {
         use clap::CommandFactory;
         Cli::command().debug_assert();
+        let dry = Cli::try_parse_from(["vt-convert", "model.gguf", "--dry-run"]).unwrap();
+        assert!(dry.dry_run && dry.output.is_none());
+        assert!(Cli::try_parse_from(["vt-convert", "model.gguf"]).is_err());
     }
 }

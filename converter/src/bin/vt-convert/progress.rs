@@ -1,21 +1,34 @@
 //! Progress on standard error: a bar with rate and time left on a terminal, notes anywhere.
 
 use std::io::{self, IsTerminal, Write};
-use std::sync::Mutex;
+use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, Mutex, Once};
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use vt_bundle::printable::line;
 use vt_convert::convert::{Progress, Stage};
 
 /// The bar of the current stage.
 pub struct Bars {
     bar: Mutex<Option<ProgressBar>>,
     quiet: bool,
+    interrupt: Arc<AtomicBool>,
+    listening: Once,
 }
 
 impl Bars {
-    /// No bar where `quiet` is set or standard error is no terminal.
-    pub fn new(quiet: bool) -> Self {
-        Self { bar: Mutex::new(None), quiet }
+    /// No bar where `quiet` is set or standard error is no terminal. From the first stage on a signal sets `interrupt`.
+    pub fn new(quiet: bool, interrupt: Arc<AtomicBool>) -> Self {
+        Self { bar: Mutex::new(None), quiet, interrupt, listening: Once::new() }
+    }
+
+    /// The first signal asks for an orderly stop, the second one ends the process as usual. Before there is work to keep,
+    /// and where there is no handler, a signal simply ends it, however long a file takes to open.
+    fn listen(&self) {
+        for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM] {
+            let _ = signal_hook::flag::register_conditional_default(signal, self.interrupt.clone());
+            let _ = signal_hook::flag::register(signal, self.interrupt.clone());
+        }
     }
 
     /// Takes the last bar away.
@@ -33,6 +46,7 @@ impl Bars {
 impl Progress for Bars {
     fn begin(&self, stage: Stage, bytes: u64) {
         self.finish();
+        self.listening.call_once(|| self.listen());
         if self.quiet || !io::stderr().is_terminal() {
             return;
         }
@@ -58,10 +72,10 @@ impl Progress for Bars {
             return;
         }
         match &*self.current() {
-            Some(bar) => bar.println(format!("vt-convert: warning: {text}")),
+            Some(bar) => bar.println(format!("vt-convert: warning: {}", line(text))),
             None => {
                 // A closed standard error leaves nobody to tell.
-                let _ = writeln!(io::stderr(), "vt-convert: warning: {text}");
+                let _ = writeln!(io::stderr(), "vt-convert: warning: {}", line(text));
             }
         }
     }

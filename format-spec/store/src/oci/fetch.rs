@@ -4,9 +4,8 @@
 use std::collections::BTreeSet;
 
 use reqwest::header::ACCEPT;
-use reqwest::{Method, Response, StatusCode};
+use reqwest::{Method, RequestBuilder, Response, StatusCode};
 use serde::Deserialize;
-use url::Url;
 
 use crate::error::StoreError;
 use crate::oci::model_pack::{Descriptor, INDEX_TYPE, ImageIndex, MANIFEST_TYPE, MAX_MANIFEST};
@@ -78,36 +77,21 @@ impl Registry {
 
     /// Something small below the repository; `None` where it is not there.
     async fn small(&self, path: &[&str], query: &[(&str, &str)], what: &str) -> Result<Option<Vec<u8>>, StoreError> {
-        let address = format!("{}://{}/v2/{}/{}", self.scheme, self.address(), self.repository(), path.join("/"));
-        let mut url = Url::parse(&address).map_err(|e| self.malformed(what, &e.to_string()))?;
+        let mut url = self.url(path, what)?;
         if !query.is_empty() {
             url.query_pairs_mut().extend_pairs(query);
         }
-        let mut stale = false;
-        loop {
-            let token = self.pull_token(stale).await?;
-            let request = self.request(Method::GET, &url, token.as_deref());
-            let request = request.header(ACCEPT, format!("{MANIFEST_TYPE}, {INDEX_TYPE}")).timeout(READ_TIMEOUT);
-            let response = request.send().await.map_err(|e| self.request_error(what, e))?;
-            let status = response.status();
-            if status == StatusCode::UNAUTHORIZED && !stale {
-                stale = true;
-                continue;
-            }
-            if status == StatusCode::NOT_FOUND {
-                return Ok(None);
-            }
-            let body = self.bounded(response, what).await;
-            if !status.is_success() {
-                let message = body.map(|bytes| String::from_utf8_lossy(&bytes).into_owned()).unwrap_or_default();
-                return Err(self.status_error(what, status.as_u16(), &message));
-            }
-            return body.map(Some);
+        let accept = format!("{MANIFEST_TYPE}, {INDEX_TYPE}");
+        let more = |request: RequestBuilder| request.header(ACCEPT, &accept).timeout(READ_TIMEOUT);
+        let response = self.authorized(Method::GET, &url, more, what).await?;
+        match response.status() {
+            StatusCode::NOT_FOUND => Ok(None),
+            _ => self.successful(response, what).await.map(Some),
         }
     }
 
     /// A body of at most [`MAX_MANIFEST`] bytes.
-    async fn bounded(&self, mut response: Response, what: &str) -> Result<Vec<u8>, StoreError> {
+    pub(super) async fn bounded(&self, mut response: Response, what: &str) -> Result<Vec<u8>, StoreError> {
         let too_large = |found| StoreError::Unsupported {
             place: self.place.clone(),
             reason: format!("{what}: the registry answers with {found} bytes or more, at most {MAX_MANIFEST} are read"),

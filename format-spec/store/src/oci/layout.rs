@@ -12,6 +12,8 @@ use sha2::{Digest, Sha256};
 
 use crate::error::StoreError;
 use crate::oci::model_pack::{Descriptor, ImageIndex, MAX_MANIFEST, to_bytes};
+use crate::staging::Staging;
+use crate::store::State;
 use crate::stream::{self, ByteStream};
 
 const REF_NAME: &str = "org.opencontainers.image.ref.name";
@@ -24,11 +26,12 @@ const MAX_INDEX: u64 = 16 << 20;
 #[derive(Debug)]
 pub(crate) struct Layout {
     dir: PathBuf,
+    staging: Staging,
 }
 
 impl Layout {
     pub(crate) fn new(dir: &Path) -> Self {
-        Self { dir: dir.to_owned() }
+        Self { dir: dir.to_owned(), staging: Staging::default() }
     }
 
     fn blob_path(&self, sha256: &str) -> PathBuf {
@@ -54,6 +57,7 @@ impl Layout {
         if !marker.exists() {
             std::fs::write(&marker, br#"{"imageLayoutVersion":"1.0.0"}"#).map_err(StoreError::io(&marker))?;
         }
+        self.staging.begin(&blobs, &[&blobs, &self.dir], is_partial);
         Ok(())
     }
 
@@ -125,8 +129,12 @@ impl Layout {
         Ok(index.manifests.into_iter().map(|d| (d.annotations.get(REF_NAME).cloned(), d)).collect())
     }
 
-    pub(crate) fn has_blob(&self, sha256: &str, size: u64) -> bool {
-        self.blob_path(sha256).metadata().is_ok_and(|meta| meta.len() == size)
+    pub(crate) fn state(&self, sha256: &str, size: u64) -> State {
+        match self.blob_path(sha256).metadata() {
+            Ok(meta) if meta.len() == size && meta.is_file() => State::Present,
+            Ok(_) => State::Damaged,
+            Err(_) => State::Absent,
+        }
     }
 
     pub(crate) fn read_blob(&self, sha256: &str, offset: u64) -> Result<ByteStream, StoreError> {
@@ -150,7 +158,7 @@ impl Layout {
         expected: Option<&str>,
         what: &str,
     ) -> Result<String, StoreError> {
-        let partial = self.dir.join("blobs/sha256").join(format!(".partial-{}-{}", std::process::id(), random_name()));
+        let partial = self.dir.join("blobs/sha256").join(partial_name());
         let mut file = File::create(&partial).map_err(StoreError::io(&partial))?;
         let guard = Partial(&partial);
         let hasher = Arc::new(Mutex::new(Sha256::new()));
@@ -171,7 +179,7 @@ impl Layout {
     }
 
     fn write_whole(&self, path: &Path, bytes: &[u8]) -> Result<(), StoreError> {
-        let partial = path.with_file_name(format!(".partial-{}-{}", std::process::id(), random_name()));
+        let partial = path.with_file_name(partial_name());
         let guard = Partial(&partial);
         let mut file = File::create(&partial).map_err(StoreError::io(&partial))?;
         file.write_all(bytes).and_then(|()| file.sync_all()).map_err(StoreError::io(&partial))?;
@@ -205,10 +213,20 @@ fn irregular(path: &Path) -> StoreError {
     StoreError::NotABundle { place: path.display().to_string(), reason: "expected a regular file".to_owned() }
 }
 
-/// A name that nobody else uses at the same time.
-fn random_name() -> String {
+/// A name for a file that is being written, which nobody else uses at the same time.
+fn partial_name() -> String {
     // Every `RandomState` has other keys.
-    stream::hex(&std::hash::RandomState::new().build_hasher().finish().to_le_bytes())
+    let random = stream::hex(&std::hash::RandomState::new().build_hasher().finish().to_le_bytes());
+    format!(".partial-{}-{random}", std::process::id())
+}
+
+/// Whether a name is one of those.
+fn is_partial(name: &str) -> bool {
+    let parts = name.strip_prefix(".partial-").and_then(|rest| rest.split_once('-'));
+    parts.is_some_and(|(process, random)| {
+        let digits = !process.is_empty() && process.bytes().all(|b| b.is_ascii_digit());
+        digits && random.len() == 16 && random.bytes().all(|b| b.is_ascii_hexdigit())
+    })
 }
 
 /// Removes a file that was not finished.
@@ -268,5 +286,46 @@ mod tests {
         std::fs::remove_file(&index).unwrap();
         std::os::unix::fs::symlink("/dev/zero", &index).unwrap();
         assert!(matches!(layout.manifests(), Err(StoreError::NotABundle { .. })));
+    }
+
+    #[test]
+    fn what_others_keep_in_an_index_stays() {
+        let root = tempfile::tempdir().unwrap();
+        std::fs::write(root.path().join(MARKER), "{}").unwrap();
+        let mut foreign: serde_json::Value = serde_json::from_str(
+            r#"{"schemaVersion":2,"annotations":{"made.by":"others"},"manifests":[{"mediaType":"m","digest":"sha256:0",
+                "size":1,"platform":{"os":"linux"},"urls":["u"],"data":"e30=","annotations":null}]}"#,
+        )
+        .unwrap();
+        std::fs::write(root.path().join(INDEX), foreign.to_string()).unwrap();
+        layout(root.path(), Some("v1"));
+        let bytes = std::fs::read(root.path().join(INDEX)).unwrap();
+        let mut found: serde_json::Value = serde_json::from_slice(&bytes).unwrap();
+        assert_eq!(found["manifests"].as_array_mut().unwrap().pop().unwrap()["annotations"][REF_NAME], "v1");
+        found.as_object_mut().unwrap().remove("mediaType");
+        // Null and nothing are the same.
+        foreign["manifests"][0].as_object_mut().unwrap().remove("annotations");
+        assert_eq!(found, foreign);
+        std::fs::write(root.path().join(INDEX), r#"{"schemaVersion":2,"manifests":null}"#).unwrap();
+        layout(root.path(), Some("v1"));
+    }
+
+    #[test]
+    fn what_killed_pushes_left_is_removed_and_nothing_else() {
+        let root = tempfile::tempdir().unwrap();
+        let (own, hex) = layout(root.path(), Some("v1"));
+        let left = [".partial-1-0123456789abcdef", "blobs/sha256/.partial-4711-fedcba9876543210"];
+        let others = [".partial-x", "blobs/sha256/oci-put-blob123", "blobs/sha256/.partial-1-thesis"];
+        for name in left.iter().chain(&others) {
+            std::fs::write(root.path().join(name), "half").unwrap();
+        }
+        // `own` is at work still.
+        Layout::new(root.path()).prepare().unwrap();
+        assert!(left.iter().chain(&others).all(|name| root.path().join(name).exists()));
+        drop(own);
+        Layout::new(root.path()).prepare().unwrap();
+        assert!(left.iter().all(|name| !root.path().join(name).exists()));
+        assert!(others.iter().all(|name| root.path().join(name).exists()));
+        assert!(root.path().join("blobs/sha256").join(hex).exists());
     }
 }

@@ -2,6 +2,7 @@
 
 mod fetch;
 mod layout;
+mod login;
 pub(crate) mod model_pack;
 mod registry;
 #[cfg(test)]
@@ -9,16 +10,16 @@ mod tests;
 mod upload;
 
 use layout::Layout;
-use model_pack::{Annotations, Descriptor, ImageManifest, MANIFEST_TYPE, MAX_MANIFEST};
+use model_pack::{Annotations, Descriptor, ImageManifest, MANIFEST_TYPE};
 use registry::Registry;
 
 use crate::contents::{Contents, Entry};
 use crate::error::StoreError;
 use crate::progress::Meter;
-use crate::reference::{Pin, Reference};
+use crate::reference::{Pin, Reference, is_digest, is_tag};
 use crate::retry::{Retry, persistently};
 use crate::source::Source;
-use crate::store::{Listed, Remote};
+use crate::store::{Listed, Remote, State, Stored};
 use crate::stream::{self, ByteStream};
 
 /// `artifactType` of a signature and media type of its layer.
@@ -160,22 +161,28 @@ impl Oci {
     }
 
     /// Whether a file is there already. Without its SHA-256 that cannot be told.
-    pub(crate) async fn contains(&self, entry: &Entry, meter: &Meter) -> Result<bool, StoreError> {
-        let Some(sha256) = &entry.sha256 else { return Ok(false) };
+    pub(crate) async fn state(&self, entry: &Entry, meter: &Meter) -> Result<State, StoreError> {
+        let Some(sha256) = &entry.sha256 else { return Ok(State::Absent) };
         match self {
-            Self::Registry(registry) => persistently(meter, || registry.has_blob(sha256)).await,
-            Self::Layout(layout) => Ok(layout.has_blob(sha256, entry.size)),
+            Self::Registry(registry) => persistently(meter, || registry.state(sha256, entry.size)).await,
+            Self::Layout(layout) => Ok(layout.state(sha256, entry.size)),
         }
     }
 
     /// Stores a file and gives its SHA-256.
-    pub(crate) async fn put(&self, entry: &Entry, source: &Source<'_>, meter: &Meter) -> Result<String, StoreError> {
+    pub(crate) async fn put(
+        &self,
+        entry: &Entry,
+        source: &Source<'_>,
+        replace: bool,
+        meter: &Meter,
+    ) -> Result<String, StoreError> {
         match self {
             Self::Registry(registry) => {
-                if let (Source::Store(other, _), Some(sha256)) = (source, &entry.sha256)
+                if let (Source::Store(other, _), Some(sha256), false) = (source, &entry.sha256, replace)
                     && let Some(Self::Registry(from)) = other.oci()
                     && registry.shares_host(from)
-                    && registry.mount(from, sha256).await
+                    && registry.mount(from, sha256, entry.size).await
                 {
                     meter.set(entry.size);
                     return Ok(sha256.clone());
@@ -208,17 +215,26 @@ impl Oci {
             sha256: Some(stream::sha256(bytes)),
             kind: crate::contents::Kind::Config,
         };
-        if !self.contains(&entry, meter).await? {
-            self.put(&entry, &Source::Bytes(bytes), meter).await?;
+        let mut state = self.state(&entry, meter).await?;
+        if state == State::Present {
+            // It is small enough to be looked at each time.
+            let blob = Descriptor::new("", bytes);
+            match self.small_blob(what, what, &blob, entry.size, meter).await {
+                Ok(_) => return Ok(()),
+                Err(StoreError::Digest { .. } | StoreError::Size { .. }) => state = State::Damaged,
+                Err(error) => return Err(error),
+            }
         }
-        Ok(())
+        self.put(&entry, &Source::Bytes(bytes), state == State::Damaged, meter).await.map(|_| ())
     }
 
-    /// Makes a bundle whose files are all there known under a tag; gives the digest of its manifest.
+    /// Makes a bundle whose files are all there known under a tag; gives the digest of its manifest. Where the manifest is
+    /// there, its configuration is looked at only if `verify` says so.
     pub(crate) async fn publish(
         &self,
         reference: &Reference,
         contents: &Contents,
+        verify: bool,
         meter: &Meter,
     ) -> Result<String, StoreError> {
         let (manifest, config) = model_pack::build(contents, &reference.name())?;
@@ -229,7 +245,7 @@ impl Oci {
             Err(StoreError::Digest { .. } | StoreError::Size { .. }) => None,
             other => other?,
         };
-        if present.is_some_and(|(_, digest)| digest == descriptor.digest) {
+        if !verify && present.is_some_and(|(_, digest)| digest == descriptor.digest) {
             return Ok(descriptor.digest);
         }
         self.put_small("configuration", &config, meter).await?;
@@ -257,12 +273,14 @@ impl Oci {
             Self::Layout(layout) => layout.manifests()?.into_iter().filter_map(|(tag, _)| tag).collect(),
         };
         let mut listed = Vec::new();
-        for tag in tags {
+        // What is no tag names nothing that could be fetched.
+        for tag in tags.into_iter().filter(|tag| is_tag(tag)) {
             let Some((bytes, digest)) = persistently(meter, || self.manifest(&tag)).await? else { continue };
             // Other artifacts and indexes of referrers share the repository.
             let Ok(image) = model_pack::read(&reference.to_string(), &bytes) else { continue };
-            let Some(id) = image.annotations.get(model_pack::BUNDLE_ID) else { continue };
-            let bytes = image.layers.iter().map(|l| l.size).sum();
+            let id = image.annotations.get(model_pack::BUNDLE_ID).filter(|id| is_digest(id));
+            let Some(id) = id else { continue };
+            let bytes = image.layers.iter().fold(0, |sum: u64, l| sum.saturating_add(l.size));
             listed.push(Listed { name: reference.name(), tag, id: id.clone(), bytes, digest: Some(digest) });
         }
         Ok(listed)
@@ -300,13 +318,13 @@ impl Oci {
         Ok(digest)
     }
 
-    /// The signatures of a bundle's manifest.
+    /// The signatures of a bundle's manifest. One that cannot be read hides no other.
     pub(crate) async fn signatures(
         &self,
         place: &str,
         subject: &Descriptor,
         meter: &Meter,
-    ) -> Result<Vec<Vec<u8>>, StoreError> {
+    ) -> Result<Stored, StoreError> {
         let referrers = match self {
             Self::Registry(registry) => {
                 persistently(meter, || registry.referrers(&subject.digest, SIGNATURE_TYPE)).await?
@@ -316,20 +334,39 @@ impl Oci {
                 untagged.filter(|d| d.artifact_type.as_deref() == Some(SIGNATURE_TYPE)).collect()
             }
         };
-        let mut signatures = Vec::new();
+        let mut stored = Stored::default();
         for referrer in referrers {
-            let bytes = match persistently(meter, || self.manifest(&referrer.digest)).await? {
-                Some((bytes, digest)) if digest == referrer.digest && bytes.len() as u64 <= MAX_MANIFEST => bytes,
-                _ => continue,
+            let image = match self.referrer(&referrer, meter).await {
+                Ok(image) => image,
+                Err(error) => {
+                    stored.unreadable.push(error);
+                    continue;
+                }
             };
-            let Ok(image) = serde_json::from_slice::<ImageManifest>(&bytes) else { continue };
             if image.subject.as_ref().is_none_or(|s| s.digest != subject.digest) {
                 continue;
             }
             for layer in image.layers.iter().filter(|l| l.media_type == SIGNATURE_TYPE) {
-                signatures.push(self.small_blob(place, "signature", layer, MAX_SIGNATURE, meter).await?);
+                let name = format!("signature {}", layer.digest);
+                match self.small_blob(place, &name, layer, MAX_SIGNATURE, meter).await {
+                    Ok(bytes) => stored.signatures.push((name, bytes)),
+                    Err(error) => stored.unreadable.push(error),
+                }
             }
         }
-        Ok(signatures)
+        Ok(stored)
+    }
+
+    /// The manifest of a signature.
+    async fn referrer(&self, referrer: &Descriptor, meter: &Meter) -> Result<ImageManifest, StoreError> {
+        let place = format!("signature {}", referrer.digest);
+        let found = persistently(meter, || self.manifest(&referrer.digest)).await?;
+        let what = "manifest".to_owned();
+        let (bytes, found) = found.ok_or_else(|| StoreError::NotFound { place: place.clone(), what: what.clone() })?;
+        if found != referrer.digest {
+            return Err(StoreError::Digest { place, what, found, expected: referrer.digest.clone() });
+        }
+        serde_json::from_slice(&bytes)
+            .map_err(|e| StoreError::NotABundle { place, reason: format!("its manifest is no image manifest: {e}") })
     }
 }

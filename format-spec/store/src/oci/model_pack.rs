@@ -6,8 +6,8 @@
 
 use std::collections::HashMap;
 
-use serde::{Deserialize, Serialize};
-use serde_json::{Value, json};
+use serde::{Deserialize, Deserializer, Serialize};
+use serde_json::{Map, Value, json};
 use vt_bundle::manifest::FORMAT_VERSION;
 
 use crate::contents::{Contents, Entry, Kind};
@@ -43,18 +43,27 @@ pub(crate) struct Descriptor {
     pub size: u64,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub artifact_type: Option<String>,
-    #[serde(default, skip_serializing_if = "Annotations::is_empty")]
+    #[serde(default, deserialize_with = "or_none", skip_serializing_if = "Annotations::is_empty")]
     pub annotations: Annotations,
+    /// What others keep there (`platform`, `urls`, ...), for an index that is written back.
+    #[serde(flatten)]
+    pub others: Map<String, Value>,
 }
 
 /// Annotations, in a fixed order.
 pub(crate) type Annotations = std::collections::BTreeMap<String, String>;
 
+/// `null` for what is not there: programs in Go write it for empty lists and maps.
+fn or_none<'de, D: Deserializer<'de>, T: Deserialize<'de> + Default>(input: D) -> Result<T, D::Error> {
+    Option::deserialize(input).map(Option::unwrap_or_default)
+}
+
 impl Descriptor {
     pub(crate) fn new(media_type: &str, bytes: &[u8]) -> Self {
         let digest = format!("sha256:{}", crate::stream::sha256(bytes));
         let size = bytes.len() as u64;
-        Self { media_type: media_type.into(), digest, size, artifact_type: None, annotations: Annotations::new() }
+        let (media_type, annotations) = (media_type.to_owned(), Annotations::new());
+        Self { media_type, digest, size, artifact_type: None, annotations, others: Map::new() }
     }
 
     /// The 64 digits of a SHA-256 digest.
@@ -76,7 +85,7 @@ pub(crate) struct ImageManifest {
     pub layers: Vec<Descriptor>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub subject: Option<Descriptor>,
-    #[serde(default, skip_serializing_if = "Annotations::is_empty")]
+    #[serde(default, deserialize_with = "or_none", skip_serializing_if = "Annotations::is_empty")]
     pub annotations: Annotations,
 }
 
@@ -87,8 +96,11 @@ pub(crate) struct ImageIndex {
     pub schema_version: u32,
     #[serde(default = "index_type")]
     pub media_type: String,
-    #[serde(default)]
+    #[serde(default, deserialize_with = "or_none")]
     pub manifests: Vec<Descriptor>,
+    /// What others keep there (`annotations`, ...), for an index that is written back.
+    #[serde(flatten)]
+    pub others: Map<String, Value>,
 }
 
 fn index_type() -> String {
@@ -97,7 +109,7 @@ fn index_type() -> String {
 
 impl Default for ImageIndex {
     fn default() -> Self {
-        Self { schema_version: 2, media_type: index_type(), manifests: Vec::new() }
+        Self { schema_version: 2, media_type: index_type(), manifests: Vec::new(), others: Map::new() }
     }
 }
 
@@ -114,6 +126,7 @@ pub(crate) fn build(contents: &Contents, name: &str) -> Result<(Vec<u8>, Vec<u8>
             digest: format!("sha256:{sha256}"),
             size: entry.size,
             artifact_type: None,
+            others: Map::new(),
             annotations: [(FILEPATH, &entry.path), (TITLE, &entry.path)]
                 .into_iter()
                 .map(|(key, value)| (key.to_owned(), value.clone()))

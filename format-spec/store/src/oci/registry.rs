@@ -1,20 +1,20 @@
-//! An OCI registry: logging in, blobs by range, writing manifests. What it answers in a few bytes is in
-//! [`super::fetch`], uploads are in [`super::upload`].
+//! An OCI registry: its address, blobs by range, writing manifests, what its errors mean. Logging in is in
+//! [`super::login`], what it answers in a few bytes in [`super::fetch`], uploads are in [`super::upload`].
 
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use futures_util::StreamExt;
-use oci_client::client::{ClientConfig, ClientProtocol};
-use oci_client::errors::{OciDistributionError, OciErrorCode};
-use oci_client::secrets::RegistryAuth;
-use oci_client::{Client, Reference, RegistryOperation};
+use reqwest::header::{ACCEPT, CONTENT_LENGTH, CONTENT_TYPE, RANGE};
+use reqwest::{ClientBuilder, Method, RequestBuilder, Response, StatusCode};
 use tokio::sync::Mutex;
+use url::Url;
 
-use crate::credentials;
+use crate::credentials::{self, Credentials};
 use crate::error::{StoreError, causes};
 use crate::oci::model_pack::{Descriptor, INDEX_TYPE, ImageIndex, to_bytes};
+use crate::store::State;
 use crate::stream::ByteStream;
 
 /// How long a token is used before a new one is asked for. The specification promises 60 s.
@@ -25,12 +25,14 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 pub(super) const READ_TIMEOUT: Duration = Duration::from_secs(60);
 /// A repository of a registry.
 pub(crate) struct Registry {
-    client: Client,
+    /// For requests whose answer may take any time.
     pub(super) http: reqwest::Client,
+    /// For requests that only read: silence means that nothing comes any more.
+    reading: reqwest::Client,
     host: String,
     repository: String,
     pub(super) scheme: &'static str,
-    pub(super) auth: RegistryAuth,
+    pub(super) credentials: Credentials,
     pull_token: Mutex<Option<(Instant, Option<String>)>>,
     push_token: Mutex<Option<(Instant, Option<String>)>>,
     pub(super) place: String,
@@ -56,57 +58,32 @@ impl Registry {
     pub(crate) fn new(host: &str, repository: &str, plain_http: bool) -> Result<Self, StoreError> {
         let place = format!("oci://{host}/{repository}");
         let plain = plain_http || is_loopback(host);
-        let auth = credentials::for_registry(host, credentials::config_file().as_deref())?;
-        let system = |e: &dyn std::error::Error| StoreError::Transfer {
-            place: place.clone(),
-            what: "TLS".to_owned(),
-            reason: format!("{}; install the system's CA certificates (package ca-certificates)", causes(e)),
-            transient: false,
+        let credentials = credentials::for_registry(host, credentials::config_file().as_deref())?;
+        let built = |builder: ClientBuilder| {
+            builder.build().map_err(|e| StoreError::Transfer {
+                place: place.clone(),
+                what: "TLS".to_owned(),
+                reason: format!("{}; install the system's CA certificates (package ca-certificates)", causes(&e)),
+                transient: false,
+            })
         };
-        let user_agent = concat!("vt/", env!("CARGO_PKG_VERSION"));
-        let config = ClientConfig {
-            protocol: if plain { ClientProtocol::Http } else { ClientProtocol::Https },
-            connect_timeout: Some(CONNECT_TIMEOUT),
-            read_timeout: Some(READ_TIMEOUT),
-            user_agent,
-            ..ClientConfig::default()
+        let base = || {
+            let user_agent = concat!("vt/", env!("CARGO_PKG_VERSION"));
+            reqwest::Client::builder().connect_timeout(CONNECT_TIMEOUT).user_agent(user_agent)
         };
-        let client = Client::try_from(config).map_err(|e| system(&e))?;
-        let http = reqwest::Client::builder()
-            .connect_timeout(CONNECT_TIMEOUT)
-            // An upload may take any time before it is answered, so that silence alone says nothing; bytes that are never
-            // acknowledged do.
-            .tcp_user_timeout(READ_TIMEOUT)
-            .tcp_keepalive(READ_TIMEOUT)
-            .user_agent(user_agent)
-            .build()
-            .map_err(|e| system(&e))?;
+        // An upload may take any time before it is answered, so that silence alone says nothing; bytes that are never
+        // acknowledged do.
+        let http = built(base().tcp_user_timeout(READ_TIMEOUT).tcp_keepalive(READ_TIMEOUT))?;
+        let reading = built(base().read_timeout(READ_TIMEOUT))?;
         let scheme = if plain { "http" } else { "https" };
         let (host, repository) = (host.to_owned(), repository.to_owned());
-        Ok(Self {
-            client,
-            http,
-            host,
-            repository,
-            scheme,
-            auth,
-            pull_token: Mutex::default(),
-            push_token: Mutex::default(),
-            place,
-        })
+        let (pull_token, push_token) = (Mutex::default(), Mutex::default());
+        Ok(Self { http, reading, host, repository, scheme, credentials, pull_token, push_token, place })
     }
 
-    fn image(&self, tag: &str) -> Reference {
-        let (host, repository) = (self.host.clone(), self.repository.clone());
-        match tag.starts_with("sha256:") {
-            true => Reference::with_digest(host, repository, tag.to_owned()),
-            false => Reference::with_tag(host, repository, tag.to_owned()),
-        }
-    }
-
-    /// Host as it is connected to.
-    pub(super) fn address(&self) -> String {
-        self.image("latest").resolve_registry().to_owned()
+    /// Host as it is connected to: Docker Hub answers at another name than it is called by.
+    pub(super) fn address(&self) -> &str {
+        if self.host == "docker.io" { "index.docker.io" } else { &self.host }
     }
 
     pub(super) fn repository(&self) -> &str {
@@ -118,11 +95,9 @@ impl Registry {
         self.host == other.host && self.scheme == other.scheme
     }
 
-    /// Logs in, so that a refusal is told as such; `client` would go on without a token.
+    /// Logs in.
     pub(crate) async fn login(&self, push: bool) -> Result<(), StoreError> {
-        let operation = if push { RegistryOperation::Push } else { RegistryOperation::Pull };
-        let token = self.client.auth(&self.image("latest"), &self.auth, operation).await;
-        let token = token.map_err(|e| self.error("login", e))?;
+        let token = self.ask_token(push).await?;
         let slot = if push { &self.push_token } else { &self.pull_token };
         *slot.lock().await = Some((Instant::now(), token));
         Ok(())
@@ -131,11 +106,6 @@ impl Registry {
     /// The token for a push; `None` where there is none to send. `stale` asks for a new one.
     pub(super) async fn push_token(&self, stale: bool) -> Result<Option<String>, StoreError> {
         self.token(true, stale).await
-    }
-
-    /// The same for what only reads.
-    pub(super) async fn pull_token(&self, stale: bool) -> Result<Option<String>, StoreError> {
-        self.token(false, stale).await
     }
 
     async fn token(&self, push: bool, stale: bool) -> Result<Option<String>, StoreError> {
@@ -148,6 +118,58 @@ impl Registry {
         Ok(slot.lock().await.clone().and_then(|(_, token)| token))
     }
 
+    /// An address below the repository.
+    pub(super) fn url(&self, path: &[&str], what: &str) -> Result<Url, StoreError> {
+        let address = format!("{}://{}/v2/{}/{}", self.scheme, self.address(), self.repository, path.join("/"));
+        Url::parse(&address).map_err(|e| self.malformed(what, &e.to_string()))
+    }
+
+    /// A request with credentials, if it goes to the registry that they belong to.
+    pub(super) fn request(&self, method: Method, url: &Url, token: Option<&str>) -> RequestBuilder {
+        let client = if method == Method::GET || method == Method::HEAD { &self.reading } else { &self.http };
+        let request = client.request(method, url.clone());
+        let home = Url::parse(&format!("{}://{}", self.scheme, self.address())).ok();
+        if home.is_none_or(|home| home.origin() != url.origin()) {
+            return request;
+        }
+        match (token, &self.credentials) {
+            (Some(token), _) => request.bearer_auth(token),
+            (None, Credentials::Basic(user, password)) => request.basic_auth(user, Some(password)),
+            _ => request,
+        }
+    }
+
+    /// A request that can be made again; once more with a new token where the old one has expired.
+    pub(super) async fn authorized(
+        &self,
+        method: Method,
+        url: &Url,
+        more: impl Fn(RequestBuilder) -> RequestBuilder,
+        what: &str,
+    ) -> Result<Response, StoreError> {
+        let push = method != Method::GET && method != Method::HEAD;
+        for stale in [false, true] {
+            let token = self.token(push, stale).await?;
+            let response = more(self.request(method.clone(), url, token.as_deref())).send().await;
+            let response = response.map_err(|e| self.request_error(what, e))?;
+            if response.status() != StatusCode::UNAUTHORIZED || stale {
+                return Ok(response);
+            }
+        }
+        Err(self.status_error(what, StatusCode::UNAUTHORIZED.as_u16(), ""))
+    }
+
+    /// The body of an answer that says that all went well.
+    pub(super) async fn successful(&self, response: Response, what: &str) -> Result<Vec<u8>, StoreError> {
+        let status = response.status();
+        let body = self.bounded(response, what).await;
+        if status.is_success() {
+            return body;
+        }
+        let message = body.map(|bytes| String::from_utf8_lossy(&bytes).into_owned()).unwrap_or_default();
+        Err(self.status_error(what, status.as_u16(), &message))
+    }
+
     /// Stores a manifest under a tag or its digest.
     pub(crate) async fn put_manifest(
         &self,
@@ -155,44 +177,60 @@ impl Registry {
         bytes: Vec<u8>,
         media_type: &'static str,
     ) -> Result<(), StoreError> {
-        let media_type = reqwest::header::HeaderValue::from_static(media_type);
-        self.client.store_auth_if_needed(&self.address(), &self.auth).await;
-        let pushed = self.client.push_manifest_raw(&self.image(tag), bytes, media_type).await;
-        pushed.map(|_| ()).map_err(|e| self.error("manifest", e))
+        let what = "manifest";
+        let with_body = |request: RequestBuilder| request.header(CONTENT_TYPE, media_type).body(bytes.clone());
+        let response = self.authorized(Method::PUT, &self.url(&["manifests", tag], what)?, with_body, what).await?;
+        self.successful(response, what).await.map(|_| ())
     }
 
-    pub(crate) async fn has_blob(&self, sha256: &str) -> Result<bool, StoreError> {
-        self.client.store_auth_if_needed(&self.address(), &self.auth).await;
-        let exists = self.client.blob_exists(&self.image("latest"), &format!("sha256:{sha256}")).await;
-        exists.map_err(|e| self.error(&format!("blob sha256:{sha256}"), e))
+    /// What the repository says of a blob. One of another size than it must have is damaged, whatever its name.
+    pub(crate) async fn state(&self, sha256: &str, size: u64) -> Result<State, StoreError> {
+        let what = format!("blob sha256:{sha256}");
+        let url = self.url(&["blobs", &format!("sha256:{sha256}")], &what)?;
+        let response = self.authorized(Method::HEAD, &url, |request| request, &what).await?;
+        if response.status() == StatusCode::NOT_FOUND {
+            return Ok(State::Absent);
+        }
+        let found = response.headers().get(CONTENT_LENGTH).and_then(|value| value.to_str().ok()?.parse::<u64>().ok());
+        self.successful(response, &what).await?;
+        Ok(if found.is_none_or(|found| found == size) { State::Present } else { State::Damaged })
     }
 
     /// Makes a blob of another repository of the same registry one of this, without moving it; whether that worked.
-    pub(crate) async fn mount(&self, from: &Self, sha256: &str) -> bool {
-        let mounted =
-            self.client.mount_blob(&self.image("latest"), &from.image("latest"), &format!("sha256:{sha256}")).await;
-        mounted.is_ok() && self.has_blob(sha256).await.unwrap_or(false)
+    pub(crate) async fn mount(&self, from: &Self, sha256: &str, size: u64) -> bool {
+        let Ok(mut url) = self.url(&["blobs", "uploads", ""], "mount") else { return false };
+        url.query_pairs_mut().append_pair("mount", &format!("sha256:{sha256}")).append_pair("from", from.repository());
+        let more = |request: RequestBuilder| request.header(CONTENT_LENGTH, 0);
+        let mounted = self.authorized(Method::POST, &url, more, "mount").await;
+        mounted.is_ok_and(|response| response.status() == StatusCode::CREATED)
+            && self.state(sha256, size).await.is_ok_and(|state| state == State::Present)
     }
 
     /// The bytes of a blob from an offset on. Whoever reads them checks the digest.
     pub(crate) async fn read_blob(&self, sha256: &str, offset: u64) -> Result<ByteStream, StoreError> {
-        let digest = format!("sha256:{sha256}");
-        let what = format!("blob {digest}");
-        let descriptor = oci_client::manifest::OciDescriptor { digest, ..Default::default() };
-        self.client.store_auth_if_needed(&self.address(), &self.auth).await;
-        let response = self.client.pull_blob_stream_partial(&self.image("latest"), &descriptor, offset, None).await;
-        let (stream, mut skip) = match response.map_err(|e| self.error(&what, e))? {
-            oci_client::client::BlobResponse::Partial(stream) => (stream.stream, 0),
+        let what = format!("blob sha256:{sha256}");
+        let url = self.url(&["blobs", &format!("sha256:{sha256}")], &what)?;
+        let more = |request: RequestBuilder| match offset {
+            0 => request.header(ACCEPT, "*/*"),
+            _ => request.header(ACCEPT, "*/*").header(RANGE, format!("bytes={offset}-")),
+        };
+        let response = self.authorized(Method::GET, &url, more, &what).await?;
+        let mut skip = match response.status() {
+            StatusCode::PARTIAL_CONTENT => 0,
             // A registry without ranges sends everything: what is there already is passed over.
-            oci_client::client::BlobResponse::Full(stream) => (stream.stream, offset),
+            StatusCode::OK => offset,
+            status => {
+                let message = self.bounded(response, &what).await.unwrap_or_default();
+                return Err(self.status_error(&what, status.as_u16(), &String::from_utf8_lossy(&message)));
+            }
         };
         let place: Arc<str> = self.place.as_str().into();
         let what: Arc<str> = what.into();
-        let pieces = stream.map(move |piece| {
+        let pieces = response.bytes_stream().map(move |piece| {
             let mut piece = piece.map_err(|e| StoreError::Transfer {
                 place: place.to_string(),
                 what: what.to_string(),
-                reason: format!("the transfer broke off: {}", broken(&e)),
+                reason: format!("the transfer broke off: {}", causes(&e.without_url())),
                 transient: true,
             })?;
             let passed = skip.min(piece.len() as u64);
@@ -220,50 +258,6 @@ impl Registry {
         };
         index.manifests.push(referrer);
         self.put_manifest(&tag, to_bytes(&index, &self.place)?, INDEX_TYPE).await
-    }
-
-    /// What an error of the client means.
-    fn error(&self, what: &str, error: OciDistributionError) -> StoreError {
-        let place = self.place.clone();
-        let transfer = |reason: String, transient| StoreError::Transfer {
-            place: self.place.clone(),
-            what: what.to_owned(),
-            reason,
-            transient,
-        };
-        match error {
-            OciDistributionError::RequestError(e) => self.request_error(what, e),
-            OciDistributionError::AuthenticationFailure(reason) => self.denied(&reason),
-            OciDistributionError::UnauthorizedError { .. } => self.denied("unauthorized"),
-            OciDistributionError::ServerError { code, message, .. } => self.status_error(what, code, &message),
-            OciDistributionError::ImageManifestNotFoundError(_) => {
-                StoreError::NotFound { place, what: what.to_owned() }
-            }
-            OciDistributionError::RegistryError { envelope, .. } => {
-                let text = envelope.to_string();
-                let has = |codes: &[OciErrorCode]| envelope.errors.iter().any(|e| codes.contains(&e.code));
-                if has(&[OciErrorCode::Unauthorized, OciErrorCode::Denied]) {
-                    self.denied(&text)
-                } else if has(&[
-                    OciErrorCode::BlobUnknown,
-                    OciErrorCode::ManifestUnknown,
-                    OciErrorCode::NameUnknown,
-                    OciErrorCode::NotFound,
-                ]) {
-                    StoreError::NotFound { place, what: what.to_owned() }
-                } else {
-                    transfer(shortened(&text), has(&[OciErrorCode::Toomanyrequests]))
-                }
-            }
-            OciDistributionError::DigestError(e) => match e {
-                oci_client::errors::DigestError::VerificationError { expected, actual } => {
-                    StoreError::Digest { place, what: what.to_owned(), found: actual, expected }
-                }
-                other => transfer(other.to_string(), false),
-            },
-            OciDistributionError::IoError(e) => transfer(broken(&e), true),
-            other => transfer(shortened(&other.to_string()), false),
-        }
     }
 
     /// What an error of a request means. Its address is left out: uploads and redirects carry signatures there.
@@ -294,10 +288,15 @@ impl Registry {
         }
     }
 
-    fn denied(&self, reason: &str) -> StoreError {
+    pub(super) fn malformed(&self, what: &str, reason: &str) -> StoreError {
+        let (place, what, reason) = (self.place.clone(), what.to_owned(), reason.to_owned());
+        StoreError::Transfer { place, what, reason, transient: false }
+    }
+
+    pub(super) fn denied(&self, reason: &str) -> StoreError {
         let file = credentials::config_file().unwrap_or_else(|| Path::new("~/.docker/config.json").to_owned());
-        let advice = match self.auth {
-            RegistryAuth::Anonymous => {
+        let advice = match self.credentials {
+            Credentials::Anonymous => {
                 format!(
                     "there are no credentials for {} in {}; run `docker login {}`",
                     self.host,
@@ -313,15 +312,6 @@ impl Registry {
             ),
         };
         StoreError::Denied { place: self.place.clone(), reason: shortened(reason.trim()), advice }
-    }
-}
-
-/// Why a body broke off.
-fn broken(error: &std::io::Error) -> String {
-    match error.get_ref().and_then(|inner| inner.downcast_ref::<reqwest::Error>()) {
-        // Its own text names the address, in which there may be a signature; its causes do not.
-        Some(inner) => std::error::Error::source(inner).map_or_else(|| "connection lost".to_owned(), causes),
-        None => causes(error),
     }
 }
 

@@ -145,3 +145,64 @@ fn answers_without_an_end_are_not_read() {
     refused(runtime.block_on(registry.tags()).unwrap_err());
     refused(runtime.block_on(registry.referrers(&format!("sha256:{}", "a".repeat(64)), "x")).unwrap_err());
 }
+
+/// A registry that names a server of tokens, itself; `token` is what that one answers. Gives the requests that it sees.
+fn guarded(token: &'static [u8], endless: bool) -> (Registry, Arc<Mutex<Vec<String>>>) {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = listener.local_addr().unwrap().port();
+    let seen = Arc::new(Mutex::new(Vec::new()));
+    let shared = seen.clone();
+    std::thread::spawn(move || {
+        for connection in listener.incoming() {
+            let mut stream = connection.unwrap();
+            let lines = BufReader::new(stream.try_clone().unwrap()).lines().map_while(Result::ok);
+            let lines: Vec<String> = lines.take_while(|line| !line.is_empty()).collect();
+            let first = lines.first().cloned().unwrap_or_default();
+            let with_token = lines.iter().any(|line| line.eq_ignore_ascii_case("authorization: Bearer tiger"));
+            shared.lock().unwrap().push(first.clone());
+            let (status, more, body) = if first.starts_with("GET /token") {
+                ("200 OK", "", token)
+            } else if with_token {
+                ("200 OK", "", &b"{}"[..])
+            } else {
+                let challenge = "WWW-Authenticate: Basic realm=\"x\", Bearer realm=\"/token\",service=\"s p\"\r\n";
+                ("401 Unauthorized", challenge, &b""[..])
+            };
+            let _ = write!(stream, "HTTP/1.1 {status}\r\n{more}Connection: close\r\n\r\n");
+            let _ = stream.write_all(body);
+            while endless && first.starts_with("GET /token") && stream.write_all(&[b' '; 65536]).is_ok() {}
+        }
+    });
+    let _ = rustls::crypto::ring::default_provider().install_default();
+    (Registry::new(&format!("127.0.0.1:{port}"), "team/x", false).unwrap(), seen)
+}
+
+#[test]
+fn tokens_are_asked_for_where_the_registry_says() {
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
+    for answer in [&br#"{"token":"tiger"}"#[..], br#"{"access_token":"tiger","token":null,"expires_in":300}"#] {
+        let (registry, seen) = guarded(answer, false);
+        let (bytes, _) = runtime.block_on(registry.manifest("v1")).unwrap().unwrap();
+        assert_eq!(bytes, b"{}");
+        runtime.block_on(registry.put_manifest("v1", b"{}".to_vec(), "x/y")).unwrap();
+        let seen = seen.lock().unwrap();
+        let asked: Vec<&String> = seen.iter().filter(|line| line.starts_with("GET /token")).collect();
+        assert_eq!(asked.len(), 2, "{seen:?}");
+        assert!(asked[0].contains("scope=repository%3Ateam%2Fx%3Apull&service=s+p "), "{seen:?}");
+        assert!(asked[1].contains("scope=repository%3Ateam%2Fx%3Apull%2Cpush&"), "{seen:?}");
+    }
+    for answer in [&b"hunter2"[..], b"{}", br#"{"token":""}"#] {
+        let (registry, _) = guarded(answer, false);
+        let error = runtime.block_on(registry.manifest("v1")).unwrap_err();
+        let text = error.to_string();
+        assert!(error.exit_code() == 6 && text.contains("no token") && !text.contains("hunter2"), "{text}");
+    }
+}
+
+#[test]
+fn a_token_without_an_end_is_not_read() {
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
+    let (registry, _) = guarded(b"", true);
+    let error = runtime.block_on(registry.login(false)).unwrap_err();
+    assert!(error.to_string().contains("at most"), "{error}");
+}

@@ -60,9 +60,14 @@ impl Registry {
         }
     }
 
+    /// What an answer says that is no success.
+    async fn message(&self, response: Response, what: &str) -> String {
+        let bytes = self.bounded(response, what).await.unwrap_or_default();
+        String::from_utf8_lossy(&bytes).into_owned()
+    }
+
     async fn open_session(&self, entry: &Entry) -> Result<Url, StoreError> {
-        let address = format!("{}://{}/v2/{}/blobs/uploads/", self.scheme, self.address(), self.repository());
-        let url = Url::parse(&address).map_err(|e| self.malformed(&entry.path, &e.to_string()))?;
+        let url = self.url(&["blobs", "uploads", ""], &entry.path)?;
         let response =
             self.authorized(Method::POST, &url, |request| request.header(CONTENT_LENGTH, 0), &entry.path).await?;
         self.location(&url, response, StatusCode::ACCEPTED, &entry.path).await
@@ -115,7 +120,7 @@ impl Registry {
         match response.status() {
             StatusCode::CREATED | StatusCode::NO_CONTENT | StatusCode::OK => Ok(sha256),
             status => {
-                let message = response.text().await.unwrap_or_default();
+                let message = self.message(response, "answer").await;
                 if message.contains("DIGEST_INVALID") {
                     let (place, what) = (self.place.clone(), entry.path.clone());
                     let found = "another one, says the registry".to_owned();
@@ -140,41 +145,6 @@ impl Registry {
         (reached > 0).then(|| (next.unwrap_or(location), reached))
     }
 
-    /// A request without a body to speak of; once more with a new token where the old one has expired.
-    async fn authorized(
-        &self,
-        method: Method,
-        url: &Url,
-        more: impl Fn(RequestBuilder) -> RequestBuilder,
-        what: &str,
-    ) -> Result<Response, StoreError> {
-        for stale in [false, true] {
-            let token = self.push_token(stale).await?;
-            let response = more(self.request(method.clone(), url, token.as_deref())).send().await;
-            let response = response.map_err(|e| self.request_error(what, e))?;
-            if response.status() != StatusCode::UNAUTHORIZED || stale {
-                return Ok(response);
-            }
-        }
-        Err(self.status_error(what, StatusCode::UNAUTHORIZED.as_u16(), ""))
-    }
-
-    /// A request with credentials, if it goes to the registry that they belong to.
-    pub(super) fn request(&self, method: Method, url: &Url, token: Option<&str>) -> RequestBuilder {
-        let request = self.http.request(method, url.clone());
-        let home = Url::parse(&format!("{}://{}", self.scheme, self.address())).ok();
-        if home.is_none_or(|home| home.origin() != url.origin()) {
-            return request;
-        }
-        match (token, &self.auth) {
-            (Some(token), _) => request.bearer_auth(token),
-            (None, oci_client::secrets::RegistryAuth::Basic(user, password)) => {
-                request.basic_auth(user, Some(password))
-            }
-            _ => request,
-        }
-    }
-
     /// A token that expired during a long upload: the next attempt has a new one.
     async fn expired(&self, what: &str) -> StoreError {
         match self.push_token(true).await {
@@ -197,15 +167,10 @@ impl Registry {
     ) -> Result<Url, StoreError> {
         let status = response.status();
         if status != expected && status != StatusCode::CREATED && status != StatusCode::NO_CONTENT {
-            let message = response.text().await.unwrap_or_default();
+            let message = self.message(response, "answer").await;
             return Err(self.status_error(what, status.as_u16(), &message));
         }
         let location = response.headers().get(LOCATION).and_then(|value| value.to_str().ok());
         location.and_then(|text| base.join(text).ok()).ok_or_else(|| self.malformed(what, "the answer has no Location"))
-    }
-
-    pub(super) fn malformed(&self, what: &str, reason: &str) -> StoreError {
-        let (place, what, reason) = (self.place.clone(), what.to_owned(), reason.to_owned());
-        StoreError::Transfer { place, what, reason, transient: false }
     }
 }
