@@ -15,7 +15,7 @@ use vt_bundle::reader::{plane_bytes, tiled_view};
 use vt_bundle::row_order::RowOrder;
 use vt_bundle::{Bundle, BundleError, Geometry};
 
-use crate::catalog::{Entry, Slice, SourceDecoder, Storage};
+use crate::catalog::{Entry, SourceDecoder, Storage};
 use crate::convert::in_order;
 use crate::open::{self, Choices, OpenError};
 use crate::source::Checkpoint;
@@ -172,7 +172,7 @@ const BAND_VALUES: u64 = 1 << 18;
 /// Bytes of planes between two moments at which the pages of a part are given back, about: bounds what is mapped of a part
 /// of any size. A band of rows touches pages all over the planes, since tiles lie in the order of K; what others still need
 /// comes back from the page cache.
-const RESIDENT_BYTES: u64 = 32 << 20;
+const RESIDENT_BYTES: u64 = 8 << 20;
 
 /// One part of one expert in the bundle, and its entry in the source.
 #[derive(Clone, Copy)]
@@ -257,14 +257,6 @@ impl Side<'_> {
                     if ours[at..at + row_bytes] != theirs[from..from + row_bytes] {
                         return Err(CompareError::Bytes { tensor: self.part.name.clone(), row });
                     }
-                }
-                if order == RowOrder::Same {
-                    // Rows are compared once: what lies behind is given back, however large the tensor is.
-                    let (row_bytes, len) = (row_bytes as u64, (rows.end - rows.start) * row_bytes as u64);
-                    let offset = self.tensor.plane_offset(&self.tensor.planes[0], self.expert);
-                    let at = offset + (self.part.row_start + rows.start) * row_bytes;
-                    self.space.release(at as usize, len as usize);
-                    checkpoint.give_back(&Slice { offset: data.offset + rows.start * row_bytes, len, ..*data });
                 }
                 Ok((rows.end - rows.start) * self.tensor.shape.iter().skip(1).product::<u64>())
             }

@@ -31,10 +31,10 @@ pub fn will_need(map: &Mmap, offset: usize, len: usize) {
     let _ = map.advise_range(Advice::WillNeed, offset, len);
 }
 
-/// A page fault maps its neighbours, too, where they are in the page cache (Linux, `fault_around_bytes`, 64 KiB where nobody
-/// has changed it). What was mapped beside a range goes with it: it would add up over many ranges, each of which is given
-/// back to its own ends only.
-const AROUND: usize = 64 << 10;
+/// A page fault maps its neighbours, too, where they are in the page cache: 64 KiB (Linux, `fault_around_bytes`), or the whole
+/// large folio that the page belongs to, at most what one entry of a page directory covers. What was mapped beside a range
+/// goes with it: it would add up over many ranges, each of which is given back to its own ends only.
+const AROUND: usize = 2 << 20;
 
 /// A range with the pages that reading it can have mapped, within `size` bytes.
 fn around(offset: usize, len: usize, size: usize) -> std::ops::Range<usize> {
