@@ -1,12 +1,12 @@
 //! What every request that generates goes through before its protocol reads it.
 
 use super::auth::Tenant;
-use super::error::{ApiError, body_rejection};
+use super::error::ApiError;
 use super::fields::{Fields, parse_object};
 use super::state::{AppState, Served};
 use axum::body::{Body, Bytes, HttpBody};
 use axum::extract::{FromRequest, Request};
-use axum::http::header::EXPECT;
+use axum::http::header::{CONTENT_ENCODING, EXPECT};
 use http_body_util::BodyExt;
 use serde_json::{Map, Value};
 use std::sync::Arc;
@@ -59,16 +59,38 @@ impl Asked {
 /// The body of a request as a JSON object.
 ///
 /// # Errors
-/// 413 where it is too large, 400 where it is no object.
+/// 413 where it is too large, 415 where it is compressed, 408 where it stops coming, 400 where it is no object.
 pub async fn read_object(request: Request, state: &AppState) -> Result<Map<String, Value>, ApiError> {
     let limit = state.config.max_body_bytes;
     if request.body().size_hint().lower() > limit as u64 {
         discard(request, limit).await;
         return Err(ApiError::too_large(limit));
     }
-    let body = Bytes::from_request(request, &()).await;
-    let body = body.map_err(|error| body_rejection(&error, limit))?;
-    parse_object(&body)
+    if let Some(encoding) = request.headers().get(CONTENT_ENCODING).filter(|value| *value != "identity") {
+        let encoding = String::from_utf8_lossy(encoding.as_bytes()).into_owned();
+        discard(request, limit).await;
+        return Err(ApiError::unsupported_encoding(&encoding));
+    }
+    parse_object(&read_body(request.into_body(), limit, state.config.body_timeout).await?)
+}
+
+async fn read_body(mut body: Body, limit: usize, timeout: Duration) -> Result<Vec<u8>, ApiError> {
+    // What the client says that there will be is believed once it is there.
+    let mut bytes = Vec::new();
+    loop {
+        let frame = match tokio::time::timeout(timeout, body.frame()).await {
+            Err(_) => return Err(ApiError::body_timeout()),
+            Ok(None) => return Ok(bytes),
+            Ok(Some(Err(error))) => return Err(ApiError::bad_request(format!("the body could not be read: {error}"))),
+            Ok(Some(Ok(frame))) => frame,
+        };
+        // Trailers say nothing here.
+        let Some(piece) = frame.data_ref() else { continue };
+        if bytes.len() + piece.len() > limit {
+            return Err(ApiError::too_large(limit));
+        }
+        bytes.extend_from_slice(piece);
+    }
 }
 
 /// Reads the body of a request that is refused, and forgets it. Closing a connection on a client that still sends makes its

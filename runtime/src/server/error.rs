@@ -2,7 +2,6 @@
 
 use crate::engine::SubmitError;
 use crate::text::TextError;
-use axum::extract::rejection::BytesRejection;
 use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use serde_json::{Value, json};
@@ -106,6 +105,23 @@ impl ApiError {
         )
     }
 
+    /// 415: a body that would have to be unpacked first.
+    pub fn unsupported_encoding(encoding: &str) -> Self {
+        /// Longer names are not repeated in full.
+        const SHOWN: usize = 32;
+        let shown: String = encoding.chars().take(SHOWN).collect();
+        Self::new(
+            StatusCode::UNSUPPORTED_MEDIA_TYPE,
+            "invalid_request_error",
+            format!("content-encoding `{shown}` is not understood; send the JSON as it is"),
+        )
+    }
+
+    /// 408: the body stopped coming.
+    pub fn body_timeout() -> Self {
+        Self::new(StatusCode::REQUEST_TIMEOUT, "invalid_request_error", "the rest of the request body did not come")
+    }
+
     /// 500.
     pub fn internal(message: impl Into<String>) -> Self {
         Self::new(StatusCode::INTERNAL_SERVER_ERROR, "server_error", message)
@@ -146,7 +162,7 @@ impl IntoResponse for ApiError {
         if let Some(seconds) = self.retry_after {
             response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from(seconds));
         }
-        if self.status == StatusCode::TOO_MANY_REQUESTS {
+        if matches!(self.status, StatusCode::TOO_MANY_REQUESTS | StatusCode::REQUEST_TIMEOUT) {
             // Ten thousand clients that are to come back later need not keep as many connections and their buffers.
             response.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));
         }
@@ -182,14 +198,5 @@ impl From<TextError> for ApiError {
             }
             _ => Self::bad_request(error.to_string()),
         }
-    }
-}
-
-/// Turns axum's own rejection of a body into ours.
-pub fn body_rejection(rejection: &BytesRejection, limit: usize) -> ApiError {
-    if rejection.status() == StatusCode::PAYLOAD_TOO_LARGE {
-        ApiError::too_large(limit)
-    } else {
-        ApiError::bad_request(format!("the request body could not be read: {rejection}"))
     }
 }

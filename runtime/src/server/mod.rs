@@ -38,7 +38,7 @@ pub use state::{AppState, LoadProgress, ModelCard, Served};
 
 use crate::metrics::Metrics;
 use axum::Router;
-use axum::extract::{DefaultBodyLimit, State};
+use axum::extract::State;
 use axum::http::{HeaderName, HeaderValue, Request, StatusCode};
 use axum::middleware::{Next, from_fn_with_state};
 use axum::response::{IntoResponse, Response};
@@ -51,7 +51,7 @@ use std::time::{Duration, Instant};
 use thiserror::Error;
 use tokio::sync::{oneshot, watch};
 use tower_http::catch_panic::CatchPanicLayer;
-use tower_http::cors::{AllowOrigin, Any, CorsLayer};
+use tower_http::cors::{AllowHeaders, AllowOrigin, Any, CorsLayer};
 use tower_http::request_id::{MakeRequestId, PropagateRequestIdLayer, RequestId, SetRequestIdLayer};
 
 /// How the server is set up.
@@ -71,6 +71,8 @@ pub struct ServerConfig {
     pub allowed_origins: Vec<String>,
     /// Largest body of a request.
     pub max_body_bytes: usize,
+    /// Time that a client has for the next piece of a body.
+    pub body_timeout: Duration,
     /// Time between comments on a stream that has nothing else to say.
     pub keep_alive: Duration,
     /// Time that requests under way have to end when the server is told to stop.
@@ -87,6 +89,8 @@ impl Default for ServerConfig {
             reasoning: true,
             allowed_origins: Vec::new(),
             max_body_bytes: 16 << 20,
+            // As long as nginx waits.
+            body_timeout: Duration::from_secs(60),
             keep_alive: Duration::from_secs(15),
             drain_timeout: Duration::from_secs(30),
         }
@@ -210,7 +214,6 @@ pub fn router(state: &Arc<AppState>) -> Result<Router, String> {
         .route("/version", get(status::version))
         .fallback(|| async { ApiError::no_route() })
         .method_not_allowed_fallback(|| async { ApiError::wrong_method() })
-        .layer(DefaultBodyLimit::max(state.config.max_body_bytes))
         .layer(from_fn_with_state(Arc::clone(state), auth::authenticate))
         .layer(CatchPanicLayer::custom(|_| {
             ApiError::internal("the request made the server fail; see its log").into_response()
@@ -225,7 +228,8 @@ pub fn router(state: &Arc<AppState>) -> Result<Router, String> {
 }
 
 fn cors(origins: &[String]) -> Result<CorsLayer, String> {
-    let layer = CorsLayer::new().allow_methods(Any).allow_headers(Any).expose_headers(Any);
+    // What is asked for instead of `*`, which does not stand for `Authorization`.
+    let layer = CorsLayer::new().allow_methods(Any).allow_headers(AllowHeaders::mirror_request()).expose_headers(Any);
     if origins.iter().any(|origin| origin == "*") {
         return Ok(layer.allow_origin(Any));
     }

@@ -1,12 +1,11 @@
 //! `/tokenize` and `/detokenize`: what the model sees of a text.
 
+use super::asked::read_object;
 use super::chat::ChatRequest;
-use super::error::{ApiError, body_rejection};
-use super::fields::{Fields, parse_object};
+use super::error::ApiError;
+use super::fields::Fields;
 use super::state::AppState;
-use axum::body::Bytes;
-use axum::extract::State;
-use axum::extract::rejection::BytesRejection;
+use axum::extract::{Request, State};
 use serde_json::{Value, json};
 use std::sync::Arc;
 
@@ -14,14 +13,10 @@ use std::sync::Arc;
 ///
 /// # Errors
 /// As an [`ApiError`].
-pub async fn tokenize(
-    State(state): State<Arc<AppState>>,
-    body: Result<Bytes, BytesRejection>,
-) -> Result<axum::Json<Value>, ApiError> {
+pub async fn tokenize(State(state): State<Arc<AppState>>, request: Request) -> Result<axum::Json<Value>, ApiError> {
     let served = state.served()?;
-    let body = body.map_err(|error| body_rejection(&error, state.config.max_body_bytes))?;
+    let object = read_object(request, &state).await?;
     let work = move || {
-        let object = parse_object(&body)?;
         let fields = Fields::new(&object);
         let model = fields.string("model")?.map(str::to_owned);
         let tokens = if fields.value("messages").is_some() {
@@ -59,13 +54,9 @@ pub async fn tokenize(
 ///
 /// # Errors
 /// As an [`ApiError`].
-pub async fn detokenize(
-    State(state): State<Arc<AppState>>,
-    body: Result<Bytes, BytesRejection>,
-) -> Result<axum::Json<Value>, ApiError> {
+pub async fn detokenize(State(state): State<Arc<AppState>>, request: Request) -> Result<axum::Json<Value>, ApiError> {
     let served = state.served()?;
-    let body = body.map_err(|error| body_rejection(&error, state.config.max_body_bytes))?;
-    let object = parse_object(&body)?;
+    let object = read_object(request, &state).await?;
     let fields = Fields::new(&object);
     state.check_model(fields.string("model")?)?;
     let tokens = fields.token_ids("tokens")?.ok_or_else(|| ApiError::bad_field("tokens", "is missing"))?;

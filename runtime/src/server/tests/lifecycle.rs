@@ -84,6 +84,20 @@ async fn a_refusal_reaches_a_client_that_sends_much() {
 }
 
 #[tokio::test]
+async fn bodies_that_stop_or_are_packed_are_refused() {
+    let config = ServerConfig { body_timeout: Duration::from_millis(50), ..ServerConfig::default() };
+    let rig = rig_with(letters(), 8, config).await;
+    let stops = rig.client.request("POST", "/v1/completions", &[("content-length", "500")], b"{\"prompt\": ");
+    tokio::time::timeout(Duration::from_secs(5), stops).await.unwrap().error(408);
+    let packed = [("content-encoding", "gzip")];
+    let error = rig.client.request("POST", "/v1/completions", &packed, b"\x1f\x8b\x08").await.error(415);
+    assert!(error["message"].as_str().unwrap().contains("gzip"));
+    let plain = [("content-encoding", "identity")];
+    let body = json!({"prompt": "abc", "max_tokens": 1}).to_string();
+    rig.client.request("POST", "/v1/completions", &plain, body.as_bytes()).await.json();
+}
+
+#[tokio::test]
 async fn keys_protect_everything_but_health() {
     let config = ServerConfig { api_keys: vec!["secret".to_owned()], ..ServerConfig::default() };
     let rig = rig_with(letters(), 8, config).await;
@@ -111,7 +125,11 @@ async fn requests_have_ids() {
 
 #[tokio::test]
 async fn origins_are_allowed_by_flag_only() {
-    let asking = [("origin", "https://a.example"), ("access-control-request-method", "POST")];
+    let asking = [
+        ("origin", "https://a.example"),
+        ("access-control-request-method", "POST"),
+        ("access-control-request-headers", "authorization,content-type"),
+    ];
     let header = "access-control-allow-origin";
     let closed = rig(letters()).await;
     let reply = closed.client.request("GET", "/health", &asking, &[]).await;
@@ -130,6 +148,8 @@ async fn origins_are_allowed_by_flag_only() {
         // A preflight carries no key.
         let reply = rig.client.request("OPTIONS", "/v1/completions", &asking, &[]).await;
         assert_eq!((reply.status, reply.header(header)), (200, expected));
+        // A key is a header that the wildcard does not stand for.
+        assert_eq!(reply.header("access-control-allow-headers"), Some("authorization,content-type"));
     }
 }
 
