@@ -219,7 +219,7 @@ def test_more_at_once_than_fit_the_queue():
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     body = json.dumps({"prompt": "sea", "max_tokens": 2}).encode()
     request = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body
-    outcomes = {}
+    outcomes, told = {}, []
 
     def anonymous_mib(process):
         with open(f"/proc/{process.pid}/status", encoding="ascii") as status:
@@ -227,12 +227,14 @@ def test_more_at_once_than_fit_the_queue():
 
     async def one(port):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        sent = time.monotonic()
         writer.write(request)
         head = await reader.readuntil(b"\r\n\r\n")
         status = int(head.split()[1])
         outcomes[status] = outcomes.get(status, 0) + 1
         if status == 429:
             assert b"retry-after: " in head and b"connection: close" in head
+            told.append(time.monotonic() - sent)
         return writer
 
     async def burst(port):
@@ -249,7 +251,14 @@ def test_more_at_once_than_fit_the_queue():
         before = anonymous_mib(process)
         asyncio.run(burst(port))
         grown = anonymous_mib(process) - before
-        print(f"{count} at once: {outcomes}, {grown:.0f} MiB more")
+        median = sorted(told)[len(told) // 2] * 1e3
+        print(f"{count} at once: {outcomes}, {grown:.0f} MiB more, told to wait after {median:.0f} ms (median)")
+        # Most are refused as soon as their head is there; some have to wait for a processor in between.
+        page = httpx.get(url + "/metrics").text
+        lines = [line.rsplit(" ", 1) for line in page.splitlines() if line.startswith("vt:request_refusal_time_seconds_")]
+        refused = {name: float(value) for name, value in lines}
+        assert refused["vt:request_refusal_time_seconds_count"] == outcomes[429]
+        assert refused['vt:request_refusal_time_seconds_bucket{le="0.001"}'] > outcomes[429] / 2
         assert set(outcomes) == {200, 429} and sum(outcomes.values()) == count
         assert outcomes[200] >= 256
         assert grown < 400
