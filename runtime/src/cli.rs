@@ -95,6 +95,9 @@ pub struct BenchLoad {
     /// Load with each of these values of --upload-chunk.
     #[arg(long, value_name = "MIB,...", env = "VT_SWEEP_CHUNK", value_delimiter = ',')]
     pub sweep_chunk: Vec<u32>,
+    /// Load with each of these values of --upload-part.
+    #[arg(long, value_name = "MIB,...", env = "VT_SWEEP_PART", value_delimiter = ',')]
+    pub sweep_part: Vec<u32>,
     /// Load with each of these values of --upload-depth.
     #[arg(long, value_name = "N,...", env = "VT_SWEEP_DEPTH", value_delimiter = ',')]
     pub sweep_depth: Vec<u16>,
@@ -130,6 +133,7 @@ impl BenchLoad {
         }
         let settings = each(vec![self.upload.clone()], &self.sweep_io, |args, io| args.io = io);
         let settings = each(settings, &self.sweep_chunk, |args, chunk| args.upload_chunk = chunk);
+        let settings = each(settings, &self.sweep_part, |args, part| args.upload_part = part);
         let settings = each(settings, &self.sweep_depth, |args, depth| args.upload_depth = depth);
         let settings = each(settings, &self.sweep_readers, |args, readers| args.upload_readers = Some(readers));
         settings.iter().map(UploadArgs::options).collect()
@@ -263,10 +267,13 @@ pub struct UploadArgs {
     #[arg(long, value_enum, env = "VT_IO", default_value = "auto")]
     pub io: IoArg,
     /// MiB of one copy and of one staging buffer; a power of two.
-    #[arg(long, value_name = "MIB", env = "VT_UPLOAD_CHUNK", default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=1024))]
+    #[arg(long, value_name = "MIB", env = "VT_UPLOAD_CHUNK", default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..=1024))]
     pub upload_chunk: u32,
+    /// MiB that one reader reads at once: several fill a staging buffer together; a power of two.
+    #[arg(long, value_name = "MIB", env = "VT_UPLOAD_PART", default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=1024))]
+    pub upload_part: u32,
     /// Staging buffers.
-    #[arg(long, value_name = "N", env = "VT_UPLOAD_DEPTH", default_value_t = 16, value_parser = clap::value_parser!(u16).range(2..=4096))]
+    #[arg(long, value_name = "N", env = "VT_UPLOAD_DEPTH", default_value_t = 8, value_parser = clap::value_parser!(u16).range(2..=4096))]
     pub upload_depth: u16,
     /// Threads that read; seven for every eight processors, at most 16, where absent.
     #[arg(long, value_name = "N", env = "VT_UPLOAD_READERS", value_parser = clap::value_parser!(u16).range(1..=256))]
@@ -287,6 +294,7 @@ impl UploadArgs {
         };
         UploadOptions {
             chunk_bytes: u64::from(self.upload_chunk) << 20,
+            part_bytes: u64::from(self.upload_part) << 20,
             depth: usize::from(self.upload_depth),
             readers: self.upload_readers.map_or_else(default_readers, usize::from),
             io,

@@ -191,6 +191,14 @@ impl StagingBuffer {
         Ok(Self { memory: Host { pinned: None, memory }, len: bytes, event })
     }
 
+    /// The first `count` parts of `part_bytes` bytes each (the last may be shorter), to be filled by as many threads.
+    pub fn split(self, part_bytes: usize, count: usize) -> Vec<StagingPart> {
+        let (len, part_bytes) = (self.len, part_bytes.max(1));
+        let buffer = Arc::new(self);
+        let part = |start| StagingPart { buffer: Arc::clone(&buffer), start, len: part_bytes.min(len - start) };
+        (0..len).step_by(part_bytes).take(count.max(1)).map(part).collect()
+    }
+
     /// Whether the memory is page-locked.
     pub fn is_pinned(&self) -> bool {
         self.memory.pinned.is_some()
@@ -227,6 +235,29 @@ impl AsMut<[u8]> for StagingBuffer {
     fn as_mut(&mut self) -> &mut [u8] {
         let len = self.len;
         &mut self.memory.memory.bytes_mut()[..len]
+    }
+}
+
+/// A part of a staging buffer: nobody else reads or writes its bytes until all parts are joined.
+#[derive(Debug)]
+pub struct StagingPart {
+    buffer: Arc<StagingBuffer>,
+    start: usize,
+    len: usize,
+}
+
+impl StagingPart {
+    /// Gives the part back; with the last part the whole buffer returns.
+    pub fn join(self) -> Option<StagingBuffer> {
+        Arc::into_inner(self.buffer)
+    }
+}
+
+impl AsMut<[u8]> for StagingPart {
+    fn as_mut(&mut self) -> &mut [u8] {
+        // SAFETY: the range lies in the buffer, whose memory the `Arc` keeps. Parts do not overlap (`split`), a shared buffer
+        // gives out no reference to its bytes, and no copy reads them: that takes the buffer by value, once all parts are gone.
+        unsafe { std::slice::from_raw_parts_mut(self.buffer.memory.memory.start().add(self.start), self.len) }
     }
 }
 

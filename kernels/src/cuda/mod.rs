@@ -31,7 +31,7 @@ pub use error::CudaError;
 pub use graph::CudaGraph;
 pub use host::HostPlace;
 pub use leaves::{LeafHasher, LeafRange, PendingLeaves};
-pub use memory::{DeviceMemory, StagingBuffer};
+pub use memory::{DeviceMemory, StagingBuffer, StagingPart};
 pub use stopwatch::Stopwatch;
 pub use stream::{CudaStream, PendingUpload, UploadRange};
 pub use transfer::{Inbox, Outbox};

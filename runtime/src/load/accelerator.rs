@@ -29,6 +29,8 @@ pub trait Accelerator: Send + Sync {
     type Arena: Send + Sync;
     /// Host memory that copies start from, page-aligned.
     type Buffer: AsMut<[u8]> + Send;
+    /// Part of a buffer, page-aligned where its size is, that one thread fills while others fill the rest.
+    type Part: AsMut<[u8]> + Send;
     /// A copy that may be under way.
     type Copy: Send;
     /// A hash that may be under way.
@@ -67,6 +69,12 @@ pub trait Accelerator: Send + Sync {
     /// # Errors
     /// [`LoadError::Device`].
     fn buffer(&self, bytes: usize, pinned: bool) -> Result<Self::Buffer, LoadError>;
+
+    /// The first `count` parts of a buffer, of `part_bytes` bytes each.
+    fn split(&self, buffer: Self::Buffer, part_bytes: usize, count: usize) -> Vec<Self::Part>;
+
+    /// Takes a part that has been filled; with the last one the buffer returns.
+    fn join(&self, part: Self::Part) -> Option<Self::Buffer>;
 
     /// Starts copying pieces of `source`. Copies are done in the order of the calls.
     ///

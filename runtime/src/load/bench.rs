@@ -24,10 +24,6 @@ pub struct LoadBench {
     pub device: String,
     /// Bytes of the image.
     pub image_bytes: u64,
-    /// Copies from page-locked memory and nothing else, before the loads and after them.
-    pub link_rates: [f64; 2],
-    /// Reads past the page cache and nothing else, where the file system does that.
-    pub direct_rate: Option<f64>,
     /// Hashing of the resident image and nothing else.
     pub hash_rate: Option<f64>,
     /// Settings, in the order given.
@@ -54,6 +50,11 @@ pub struct BenchedLoad {
     pub timeline: Option<Timeline>,
     /// Bytes a second of the upload.
     pub rate: f64,
+    /// Copies from page-locked memory and nothing else, right before the load and right after it.
+    pub link_rates: [f64; 2],
+    /// Reads past the page cache and nothing else, the same way: before and after a cold load, once before any other; none
+    /// where they were left out or the file system does not do them.
+    pub direct_rates: Vec<f64>,
 }
 
 /// What to measure.
@@ -80,16 +81,13 @@ pub fn run<A: Accelerator<Memory = M, Arena = M>, M: Send + Sync>(
     plan: &BenchPlan,
 ) -> Result<LoadBench, LoadError> {
     let image_bytes = bundle.space(Placement::Image).size;
-    let before = link_rate(accelerator)?;
-    let first = plan.settings.first().copied().unwrap_or_default().checked();
-    if plan.cold {
-        drop_cache(bundle);
-    }
-    let direct_rate = if plan.direct { direct_rate(accelerator, bundle, &first)? } else { None };
     let mut settings = Vec::new();
     let mut hash_rate: Option<f64> = None;
+    let disk = |options: &UploadOptions| if plan.direct { direct_rate(accelerator, bundle, options) } else { Ok(None) };
     for options in plan.settings.iter().map(|options| options.checked()) {
         let mut loads = Vec::new();
+        let mut link_before = link_rate(accelerator)?;
+        let mut disk_before = disk(&options)?;
         for _ in 0..plan.repeat {
             if plan.cold {
                 drop_cache(bundle);
@@ -98,8 +96,6 @@ pub fn run<A: Accelerator<Memory = M, Arena = M>, M: Send + Sync>(
             let start = Instant::now();
             let resident = load_image(accelerator, bundle, verify, &options, &|_| ())?;
             let seconds = start.elapsed().as_secs_f64();
-            let (io, timeline) = (resident.report.io, resident.report.timeline);
-            loads.push(BenchedLoad { io, seconds, timeline, rate: resident.report.upload_rate().unwrap_or(0.0) });
             if verify == Verify::Device && hash_rate.is_none() {
                 let leaves = bundle.leaves()?.image;
                 // The first launch is not measured: it may wait for the driver.
@@ -108,11 +104,22 @@ pub fn run<A: Accelerator<Memory = M, Arena = M>, M: Send + Sync>(
                 verify_resident(accelerator, bundle, &leaves, &resident.arena)?;
                 hash_rate = Some(image_bytes as f64 / start.elapsed().as_secs_f64());
             }
+            let (io, timeline) = (resident.report.io, resident.report.timeline);
+            let rate = resident.report.upload_rate().unwrap_or(0.0);
+            drop(resident);
+            let link_after = link_rate(accelerator)?;
+            let mut direct_rates: Vec<f64> = disk_before.into_iter().collect();
+            if plan.cold {
+                disk_before = disk(&options)?;
+                direct_rates.extend(disk_before);
+            }
+            let link_rates = [link_before, link_after];
+            link_before = link_after;
+            loads.push(BenchedLoad { io, seconds, timeline, rate, link_rates, direct_rates });
         }
         settings.push(BenchedSetting { options, loads });
     }
-    let link_rates = [before, link_rate(accelerator)?];
-    Ok(LoadBench { device: accelerator.name(), image_bytes, link_rates, direct_rate, hash_rate, settings })
+    Ok(LoadBench { device: accelerator.name(), image_bytes, hash_rate, settings })
 }
 
 /// Copies alternate between two buffers, so that one is always under way. Timed from an idle link to the end of the last copy.
@@ -149,7 +156,7 @@ fn link_rate<A: Accelerator>(accelerator: &A) -> Result<f64, LoadError> {
     Ok(best)
 }
 
-/// Reads the image as a load does, and drops it.
+/// Reads the image as a load does, with as many readers and in the same order, and drops it.
 fn direct_rate<A: Accelerator>(
     accelerator: &A,
     bundle: &Bundle,
@@ -160,7 +167,8 @@ fn direct_rate<A: Accelerator>(
         return Ok(None);
     }
     let next = AtomicU64::new(0);
-    let buffers = (0..options.readers).map(|_| accelerator.buffer(options.chunk_bytes as usize, true));
+    let part = options.part_bytes;
+    let buffers = (0..options.readers).map(|_| accelerator.buffer(part as usize, true));
     let buffers = buffers.collect::<Result<Vec<_>, _>>()?;
     let start = Instant::now();
     std::thread::scope(|scope| {
@@ -170,11 +178,11 @@ fn direct_rate<A: Accelerator>(
                 let (next, source) = (&next, &source);
                 scope.spawn(move || {
                     loop {
-                        let offset = next.fetch_add(options.chunk_bytes, Ordering::Relaxed);
+                        let offset = next.fetch_add(part, Ordering::Relaxed);
                         if offset >= source.len() {
                             return Ok::<(), vt_bundle::BundleError>(());
                         }
-                        let len = options.chunk_bytes.min(source.len() - offset);
+                        let len = part.min(source.len() - offset);
                         source.read(offset, len as usize, buffer.as_mut())?;
                     }
                 })
@@ -199,43 +207,56 @@ fn drop_cache(bundle: &Bundle) {
     }
 }
 
-impl LoadBench {
-    /// The link's rate: the better of both measurements.
-    pub fn link_rate(&self) -> f64 {
-        self.link_rates[0].max(self.link_rates[1])
+impl BenchedLoad {
+    /// Share of the link's rate: of the better one of both measurements.
+    pub fn link_share(&self) -> f64 {
+        self.rate / self.link_rates[0].max(self.link_rates[1])
     }
 
+    /// Share of the disk's rate: of the mean, as a disk differs from minute to minute by more than a load.
+    pub fn disk_share(&self) -> Option<f64> {
+        let mean = self.direct_rates.iter().sum::<f64>() / self.direct_rates.len() as f64;
+        (!self.direct_rates.is_empty()).then_some(self.rate / mean)
+    }
+}
+
+impl LoadBench {
     /// A table that a person reads.
     pub fn table(&self) -> String {
-        let gb = |rate: f64| format!("{:.2} GB/s", rate / 1e9);
-        let mut text = format!("{}: image of {}\n", self.device, human_bytes(self.image_bytes));
-        let [before, after] = self.link_rates.map(gb);
-        text.push_str(&format!("  link, page-locked copies only   {before} before, {after} after\n"));
-        for (what, rate) in
-            [("disk, O_DIRECT reads only    ", self.direct_rate), ("hash kernel only             ", self.hash_rate)]
-        {
-            if let Some(rate) = rate {
-                text.push_str(&format!("  {what}   {}\n", gb(rate)));
-            }
+        let gb = |rate: &f64| format!("{:.2}", rate / 1e9);
+        let mut text = format!("{}: image of {}; rates in GB/s\n", self.device, human_bytes(self.image_bytes));
+        if let Some(rate) = &self.hash_rate {
+            text.push_str(&format!("  hash kernel only {}\n", gb(rate)));
         }
         for BenchedSetting { options, loads } in &self.settings {
             let io = loads.first().map_or(options.io.name(), |load| load.io);
-            let (chunk, depth, readers) = (options.chunk_bytes >> 20, options.depth, options.readers);
-            text.push_str(&format!("  {io:<6} {chunk:>3} MiB x {depth:<3} {readers:>3} readers\n"));
+            let [chunk, part] = [options.chunk_bytes, options.part_bytes].map(|bytes| bytes >> 20);
+            let (depth, readers) = (options.depth, options.readers);
+            text.push_str(&format!(
+                "  {io:<6} {chunk:>3} MiB x {depth:<3} in parts of {part} MiB, {readers:>3} readers\n"
+            ));
             for load in loads {
-                let share = load.rate / self.link_rate();
-                let direct = self.direct_rate.map(|direct| format!(", {:.3} of the disk", load.rate / direct));
-                let moments = load.timeline.map(|t| {
+                let [before, after] = load.link_rates.each_ref().map(gb);
+                text.push_str(&format!(
+                    "    {:.3} s, {}, {:.3} of the link ({before} before, {after} after)",
+                    load.seconds,
+                    gb(&load.rate),
+                    load.link_share()
+                ));
+                if let Some(share) = load.disk_share() {
+                    let rates: Vec<String> = load.direct_rates.iter().map(gb).collect();
+                    text.push_str(&format!(", {share:.3} of the disk (O_DIRECT {})", rates.join(" and ")));
+                }
+                if let Some(t) = load.timeline {
                     let [first, read, arrived] = [t.first_copy, t.read, t.arrived].map(|seconds| seconds * 1e3);
                     let of_readers = 100.0 / (t.read * options.readers as f64);
                     let (reading, waiting) = (t.reading * of_readers, t.waiting * of_readers);
-                    format!(
+                    text.push_str(&format!(
                         "; first copy {first:.1} ms, all read {read:.1}, all there {arrived:.1}; \
                          readers read {reading:.0} % and wait {waiting:.0} %"
-                    )
-                });
-                let (rate, direct, moments) = (gb(load.rate), direct.unwrap_or_default(), moments.unwrap_or_default());
-                text.push_str(&format!("    {:.3} s, {rate}, {share:.3} of the link{direct}{moments}\n", load.seconds));
+                    ));
+                }
+                text.push('\n');
             }
         }
         text

@@ -6,7 +6,7 @@ use vt_bundle::hash::{Digest, LEAF_BYTES, SEGMENT_BYTES, leaf_count};
 use vt_bundle::mmap::HugePages;
 use vt_kernels::cuda::{
     CudaContext, CudaError, CudaStream, DeviceMemory, HostPlace, LeafHasher, LeafRange, PendingLeaves, PendingUpload,
-    StagingBuffer, UploadRange,
+    StagingBuffer, StagingPart, UploadRange,
 };
 
 /// One CUDA device as this process uses it: a stream for copies, one for hashing.
@@ -91,6 +91,7 @@ impl Accelerator for CudaAccelerator {
     type Memory = CudaArena;
     type Arena = CudaArena;
     type Buffer = StagingBuffer;
+    type Part = StagingPart;
     type Copy = PendingUpload;
     type Hash = PendingLeaves;
 
@@ -133,6 +134,14 @@ impl Accelerator for CudaAccelerator {
         let buffer = buffer.map_err(|e| self.failed(e))?;
         self.ledger.staged(bytes as u64, pinned);
         Ok(buffer)
+    }
+
+    fn split(&self, buffer: StagingBuffer, part_bytes: usize, count: usize) -> Vec<StagingPart> {
+        buffer.split(part_bytes, count)
+    }
+
+    fn join(&self, part: StagingPart) -> Option<StagingBuffer> {
+        part.join()
     }
 
     fn copy(&self, source: StagingBuffer, pieces: &[Piece], to: &CudaArena) -> Result<PendingUpload, LoadError> {

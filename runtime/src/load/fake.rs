@@ -249,6 +249,28 @@ impl AsMut<[u8]> for FakeBuffer {
     }
 }
 
+impl FakeBuffer {
+    fn new(bytes: usize) -> Self {
+        let memory = vec![0x5A; bytes + PAGE];
+        let start = memory.as_ptr().align_offset(PAGE);
+        Self { bytes: memory, start, len: bytes }
+    }
+}
+
+/// A part of a staging buffer, beside it until it is joined.
+#[derive(Debug)]
+pub struct FakePart {
+    whole: Arc<Mutex<FakeBuffer>>,
+    start: usize,
+    filled: FakeBuffer,
+}
+
+impl AsMut<[u8]> for FakePart {
+    fn as_mut(&mut self) -> &mut [u8] {
+        self.filled.as_mut()
+    }
+}
+
 /// Work of the fake's thread that leaves a value.
 #[derive(Debug)]
 pub struct FakePending<T> {
@@ -267,6 +289,7 @@ impl Accelerator for FakeAccelerator {
     type Memory = FakeMemory;
     type Arena = FakeArena;
     type Buffer = FakeBuffer;
+    type Part = FakePart;
     type Copy = FakePending<FakeBuffer>;
     type Hash = FakePending<Vec<Digest>>;
 
@@ -324,9 +347,23 @@ impl Accelerator for FakeAccelerator {
             *total += bytes as u64;
         }
         self.ledger.staged(bytes as u64, pinned);
-        let memory = vec![0x5A; bytes + PAGE];
-        let start = memory.as_ptr().align_offset(PAGE);
-        Ok(FakeBuffer { bytes: memory, start, len: bytes })
+        Ok(FakeBuffer::new(bytes))
+    }
+
+    fn split(&self, buffer: FakeBuffer, part_bytes: usize, count: usize) -> Vec<FakePart> {
+        let len = buffer.len;
+        let whole = Arc::new(Mutex::new(buffer));
+        let part =
+            |start| FakePart { whole: Arc::clone(&whole), start, filled: FakeBuffer::new(part_bytes.min(len - start)) };
+        (0..len).step_by(part_bytes).take(count).map(part).collect()
+    }
+
+    fn join(&self, mut part: FakePart) -> Option<FakeBuffer> {
+        let range = part.start..part.start + part.filled.len;
+        let mut whole = part.whole.lock().unwrap_or_else(PoisonError::into_inner);
+        whole.as_mut()[range].copy_from_slice(part.filled.as_mut());
+        drop(whole);
+        Arc::into_inner(part.whole).map(|whole| whole.into_inner().unwrap_or_else(PoisonError::into_inner))
     }
 
     fn copy(

@@ -102,6 +102,40 @@ fn one_allocation_and_every_byte_copied_once() {
     on_both!(one_arena_filled_once);
 }
 
+fn filled_in_parts<A: Peek>(device: &A) {
+    // Chunks that grow and shrink, parts that do not fill theirs, more readers than parts, and fewer.
+    let size = 61 * LEAF_BYTES + 4352;
+    let dir = Synthetic::new(size).write();
+    let bundle = Bundle::open(dir.path()).unwrap();
+    let path = dir.path().join(&bundle.manifest().image.segments[0].file);
+    for (chunk, part, depth, readers) in [(8, 2, 3, 7), (16, 1, 2, 5), (4, 4, 4, 3), (32, 4, 2, 1)] {
+        let [chunk_bytes, part_bytes] = [chunk, part].map(|leaves| leaves * LEAF_BYTES);
+        for (verify, io) in
+            [(Verify::Device, IoMode::Pread), (Verify::Host, IoMode::Direct), (Verify::Device, IoMode::Mmap)]
+        {
+            let options = UploadOptions { chunk_bytes, part_bytes, depth, readers, io, ..options() };
+            let start = device.ledger().totals();
+            let resident = load_image(device, &bundle, verify, &options, &|_| ()).unwrap();
+            assert_eq!(device.bytes(&resident.arena), image(&bundle));
+            let end = device.ledger().totals();
+            assert_eq!(end.copied_bytes - start.copied_bytes, size);
+            assert_eq!(end.waits - start.waits, end.copies - start.copies);
+            assert!(end.staging_buffers - start.staging_buffers <= depth as u64);
+            let at = scatter(chunk as usize, size);
+            flip(&path, at, 3);
+            let error = load_image(device, &bundle, verify, &options, &|_| ()).map(|_| ()).unwrap_err();
+            let LoadError::Bundle(BundleError::Leaf { leaf, .. }) = error else { panic!("{error}") };
+            assert_eq!(leaf, at / LEAF_BYTES);
+            flip(&path, at, 3);
+        }
+    }
+}
+
+#[test]
+fn several_readers_fill_a_buffer_together() {
+    on_both!(filled_in_parts);
+}
+
 fn every_size<A: Peek>(device: &A) {
     // A single leaf gets the root's value; parts of chunks and blocks, and odd leaves, end the tree differently.
     for size in [256, 1024, 1280, 64 << 10, LEAF_BYTES - 256, LEAF_BYTES, LEAF_BYTES + 256, 3 * LEAF_BYTES + 512] {
@@ -299,8 +333,11 @@ fn a_table_keyed_by_address_answers_with_the_image_before() {
 
 #[test]
 fn options_are_made_to_work() {
-    let odd = UploadOptions { chunk_bytes: 3 << 20, depth: 0, readers: 0, ..UploadOptions::default() }.checked();
-    assert_eq!((odd.chunk_bytes, odd.depth, odd.readers), (2 << 20, 2, 1));
+    let odd = UploadOptions { chunk_bytes: 3 << 20, part_bytes: 0, depth: 0, readers: 0, ..UploadOptions::default() };
+    let odd = odd.checked();
+    assert_eq!((odd.chunk_bytes, odd.part_bytes, odd.depth, odd.readers), (2 << 20, 1 << 20, 2, 1));
+    let whole = UploadOptions { chunk_bytes: 4 << 20, part_bytes: 64 << 20, ..UploadOptions::default() }.checked();
+    assert_eq!(whole.part_bytes, 4 << 20);
     let huge = UploadOptions { chunk_bytes: u64::MAX, ..UploadOptions::default() }.checked();
     assert_eq!(huge.chunk_bytes, SEGMENT_BYTES);
 }

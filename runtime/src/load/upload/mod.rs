@@ -1,6 +1,6 @@
 //! One pass from the files of a bundle to the arena of a device, verified on arrival.
 //!
-//! Readers fill staging buffers and start copies, in whatever order they get done; once all copies of a group of chunks are
+//! Several readers fill a staging buffer together, and the last of them starts its copy, in whatever order they get done; once all copies of a group of chunks are
 //! submitted, the device hashes the group's leaves behind them while the next chunks arrive. Only the 32-byte chaining
 //! values come back, and are compared with the manifest's. Nothing is resident on the host but the ring.
 //!
@@ -8,6 +8,7 @@
 //! files --(readers: pread | O_DIRECT | mapping)--> ring --(copy engine)--> arena --(hash kernel)--> values == manifest
 //! ```
 
+mod chunks;
 mod clock;
 mod expert;
 mod in_place;
@@ -26,10 +27,12 @@ pub use share::Share;
 pub use source::Source;
 
 use super::{Accelerator, LoadError, LoadReport, Piece, Resident, Verify};
+use chunks::{Chunk, chunks};
 use clock::Clock;
 use ring::Ring;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Mutex, PoisonError};
 use vt_bundle::Bundle;
 use vt_bundle::hash::{Digest, LEAF_BYTES, leaf_count, leaf_digest};
 use vt_bundle::manifest::Placement;
@@ -109,6 +112,7 @@ fn load_copied<A: Accelerator>(
         verify = Verify::Host;
     }
     report.verify = verify;
+    let group_bytes = GROUP_BYTES.max(options.chunk_bytes);
     let upload = Upload {
         accelerator,
         bundle,
@@ -116,10 +120,16 @@ fn load_copied<A: Accelerator>(
         source,
         leaves: leaves.as_deref().unwrap_or(&[]),
         memory: &memory,
-        chunk: options.chunk_bytes,
+        part_bytes: options.part_bytes,
         ring,
-        next: AtomicU64::new(0),
-        groups: (0..bytes.div_ceil(group_bytes(options.chunk_bytes))).map(|_| AtomicU32::new(0)).collect(),
+        open: Mutex::new(Open {
+            chunks: chunks(bytes, options.chunk_bytes).into_iter(),
+            parts: Vec::new().into_iter(),
+        }),
+        group_bytes,
+        groups: (0..bytes.div_ceil(group_bytes))
+            .map(|group| AtomicU64::new(group_bytes.min(bytes - group * group_bytes)))
+            .collect(),
         clock: Clock::start(),
         progress,
     };
@@ -148,11 +158,6 @@ pub fn verify_resident<A: Accelerator>(
     compare(bundle, leaves, 0, &found)
 }
 
-/// Bytes of a group: whole chunks.
-fn group_bytes(chunk: u64) -> u64 {
-    GROUP_BYTES.max(chunk)
-}
-
 fn compare(bundle: &Bundle, leaves: &[Digest], first: u64, found: &[Digest]) -> Result<(), LoadError> {
     let expected = &leaves[first as usize..first as usize + found.len()];
     match found.iter().zip(expected).position(|(found, expected)| found != expected) {
@@ -169,21 +174,38 @@ struct Upload<'a, A: Accelerator> {
     source: &'a Source,
     leaves: &'a [Digest],
     memory: &'a A::Memory,
-    chunk: u64,
+    part_bytes: u64,
     ring: &'a Ring<'a, A>,
-    /// Index of the next chunk that nobody reads yet.
-    next: AtomicU64,
-    /// Chunks of each group that have been submitted.
-    groups: Vec<AtomicU32>,
+    open: Mutex<Open<A::Part>>,
+    /// Bytes that are hashed at once: whole chunks.
+    group_bytes: u64,
+    /// Bytes of each group whose copies have not been submitted.
+    groups: Vec<AtomicU64>,
     clock: Clock,
     progress: &'a (dyn Fn(u64) + Sync),
+}
+
+/// The chunk that is being handed out to readers.
+struct Open<P> {
+    /// Chunks that nobody reads yet.
+    chunks: std::vec::IntoIter<Chunk>,
+    /// Parts of the chunk handed out last that nobody reads yet.
+    parts: std::vec::IntoIter<Part<P>>,
+}
+
+/// What one reader reads at once.
+struct Part<P> {
+    chunk: Chunk,
+    room: P,
+    offset: u64,
+    len: u64,
 }
 
 impl<A: Accelerator> Upload<'_, A> {
     fn run(self, readers: usize) -> Result<Timeline, LoadError> {
         let (sender, receiver) = channel();
         std::thread::scope(|scope| {
-            for _ in 0..readers.min(self.chunks().max(1) as usize) {
+            for _ in 0..readers {
                 let sender = sender.clone();
                 let upload = &self;
                 scope.spawn(move || {
@@ -202,37 +224,46 @@ impl<A: Accelerator> Upload<'_, A> {
         Ok(self.clock.arrived())
     }
 
-    fn chunks(&self) -> u64 {
-        self.source.len().div_ceil(self.chunk)
-    }
-
-    /// What one reader does until no chunk is left.
+    /// What one reader does until nothing is left.
     fn read(&self, hashes: &Sender<(u64, A::Hash)>) -> Result<(), LoadError> {
-        // The buffer comes first, so that whoever has taken a chunk can go on.
-        while let Some(mut buffer) = self.clock.waiting(|| self.ring.acquire())? {
-            let index = self.next.fetch_add(1, Ordering::Relaxed);
-            if index >= self.chunks() {
-                self.ring.idle(buffer);
-                return Ok(());
-            }
-            let offset = index * self.chunk;
-            let len = self.chunk.min(self.source.len() - offset);
-            self.clock.reading(|| self.fill(&mut buffer, offset, len))?;
+        while let Some(part) = self.clock.waiting(|| self.take())? {
+            let Part { chunk, mut room, offset, len } = part;
+            self.clock.reading(|| self.fill(room.as_mut(), offset, len))?;
             self.clock.read();
-            let piece = Piece { from: 0, len: len as usize, to: offset };
-            self.ring.busy(self.accelerator.copy(buffer, &[piece], self.memory)?);
-            self.clock.copied();
             (self.progress)(len);
-            if self.verify == Verify::Device {
-                self.submitted(offset, hashes)?;
+            // Whoever reads the last part starts the copy.
+            if let Some(buffer) = self.accelerator.join(room) {
+                let piece = Piece { from: 0, len: chunk.len as usize, to: chunk.offset };
+                self.ring.busy(self.accelerator.copy(buffer, &[piece], self.memory)?);
+                self.clock.copied();
+                if self.verify == Verify::Device {
+                    self.submitted(chunk, hashes)?;
+                }
             }
         }
         Ok(())
     }
 
-    /// Fills a buffer and, where the host checks, checks it.
-    fn fill(&self, buffer: &mut A::Buffer, offset: u64, len: u64) -> Result<(), LoadError> {
-        let room = buffer.as_mut();
+    /// The next part to read. Where no buffer is free, one reader waits for the oldest copy and the others for that reader.
+    fn take(&self) -> Result<Option<Part<A::Part>>, LoadError> {
+        let mut open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(part) = open.parts.next() {
+            return Ok(Some(part));
+        }
+        let Some(chunk) = open.chunks.next() else { return Ok(None) };
+        let Some(buffer) = self.ring.acquire()? else { return Ok(None) };
+        let count = chunk.len.div_ceil(self.part_bytes) as usize;
+        let rooms = self.accelerator.split(buffer, self.part_bytes as usize, count);
+        let part = |(at, room): (u64, A::Part)| {
+            let from = at * self.part_bytes;
+            Part { chunk, room, offset: chunk.offset + from, len: self.part_bytes.min(chunk.len - from) }
+        };
+        open.parts = (0..).zip(rooms).map(part).collect::<Vec<_>>().into_iter();
+        Ok(open.parts.next())
+    }
+
+    /// Fills a part of a buffer and, where the host checks, checks it.
+    fn fill(&self, room: &mut [u8], offset: u64, len: u64) -> Result<(), LoadError> {
         self.source.read(offset, len as usize, room)?;
         if self.verify == Verify::Host {
             let first = offset / LEAF_BYTES;
@@ -247,15 +278,12 @@ impl<A: Accelerator> Upload<'_, A> {
     }
 
     /// Counts a chunk of its group, and starts the group's hash with the last one.
-    fn submitted(&self, offset: u64, hashes: &Sender<(u64, A::Hash)>) -> Result<(), LoadError> {
-        let group_bytes = group_bytes(self.chunk);
-        let group = offset / group_bytes;
-        let start = group * group_bytes;
-        let len = group_bytes.min(self.source.len() - start);
-        let chunks = len.div_ceil(self.chunk);
-        let before = self.groups[group as usize].fetch_add(1, Ordering::AcqRel);
-        if u64::from(before) + 1 == chunks {
+    fn submitted(&self, chunk: Chunk, hashes: &Sender<(u64, A::Hash)>) -> Result<(), LoadError> {
+        let group = chunk.offset / self.group_bytes;
+        if self.groups[group as usize].fetch_sub(chunk.len, Ordering::AcqRel) == chunk.len {
+            let start = group * self.group_bytes;
             let first = start / LEAF_BYTES;
+            let len = self.group_bytes.min(self.source.len() - start);
             // A group has a segment's leaves at most.
             let hash = self.accelerator.hash(self.memory, first, leaf_count(len) as u32)?;
             // Where nobody listens any more the load has failed already.

@@ -61,8 +61,10 @@ impl Residency {
 /// the readers wrote from there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct UploadOptions {
-    /// Bytes of a staging buffer and of a copy: a power of two, at least a leaf and at most a segment.
+    /// Bytes of a staging buffer and of most copies: a power of two, at least a leaf and at most a segment.
     pub chunk_bytes: u64,
+    /// Bytes that one reader reads at once: a power of two, at least a leaf and at most a chunk.
+    pub part_bytes: u64,
     /// Staging buffers.
     pub depth: usize,
     /// Threads that read.
@@ -85,8 +87,9 @@ pub fn default_readers() -> usize {
 impl Default for UploadOptions {
     fn default() -> Self {
         Self {
-            chunk_bytes: 8 << 20,
-            depth: 16,
+            chunk_bytes: 16 << 20,
+            part_bytes: 2 << 20,
+            depth: 8,
             readers: default_readers(),
             io: IoMode::Auto,
             drop_cache: false,
@@ -111,8 +114,9 @@ impl UploadOptions {
 
     /// The nearest options that work: chunks of whole leaves that divide a segment, at least two buffers and one reader.
     pub fn checked(mut self) -> Self {
-        let chunk = self.chunk_bytes.clamp(LEAF_BYTES, SEGMENT_BYTES);
-        self.chunk_bytes = if chunk.is_power_of_two() { chunk } else { chunk.next_power_of_two() / 2 };
+        let whole = |bytes: u64| if bytes.is_power_of_two() { bytes } else { bytes.next_power_of_two() / 2 };
+        self.chunk_bytes = whole(self.chunk_bytes.clamp(LEAF_BYTES, SEGMENT_BYTES));
+        self.part_bytes = whole(self.part_bytes.clamp(LEAF_BYTES, self.chunk_bytes));
         self.depth = self.depth.clamp(2, 4096);
         self.readers = self.readers.clamp(1, 256);
         self
