@@ -273,7 +273,7 @@ pub struct UploadArgs {
     #[arg(long, value_name = "MIB", env = "VT_UPLOAD_PART", default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=1024))]
     pub upload_part: u32,
     /// Staging buffers.
-    #[arg(long, value_name = "N", env = "VT_UPLOAD_DEPTH", default_value_t = 8, value_parser = clap::value_parser!(u16).range(2..=4096))]
+    #[arg(long, value_name = "N", env = "VT_UPLOAD_DEPTH", default_value_t = 6, value_parser = clap::value_parser!(u16).range(2..=4096))]
     pub upload_depth: u16,
     /// Threads that read; seven for every eight processors, at most 16, where absent.
     #[arg(long, value_name = "N", env = "VT_UPLOAD_READERS", value_parser = clap::value_parser!(u16).range(1..=256))]

@@ -83,7 +83,16 @@ pub fn run<A: Accelerator<Memory = M, Arena = M>, M: Send + Sync>(
     let image_bytes = bundle.space(Placement::Image).size;
     let mut settings = Vec::new();
     let mut hash_rate: Option<f64> = None;
-    let disk = |options: &UploadOptions| if plan.direct { direct_rate(accelerator, bundle, options) } else { Ok(None) };
+    let disk = |options: &UploadOptions| {
+        if !plan.direct {
+            return Ok(None);
+        }
+        if plan.cold {
+            // Also so that the disk has nothing to write meanwhile.
+            drop_cache(bundle);
+        }
+        direct_rate(accelerator, bundle, options)
+    };
     for options in plan.settings.iter().map(|options| options.checked()) {
         let mut loads = Vec::new();
         let mut link_before = link_rate(accelerator)?;

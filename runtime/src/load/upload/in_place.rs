@@ -152,7 +152,7 @@ struct Filling<'a> {
 impl Filling<'_> {
     /// Reads a sample of chunks each way; `None` where the image is too small to tell.
     fn probe(&self, map: &ContiguousMap) -> Result<Option<Probe>, LoadError> {
-        let chunk = self.options.chunk_bytes;
+        let chunk = self.options.alone_bytes();
         let chunks = self.bytes / chunk;
         let sample = (chunks / 2).min(PROBE_CHUNKS);
         if sample == 0 {
@@ -187,7 +187,7 @@ impl Filling<'_> {
 
     /// Makes every page of the mapping resident.
     fn alias(&self, map: &ContiguousMap) -> Result<(), LoadError> {
-        let chunk = self.options.chunk_bytes;
+        let chunk = self.options.alone_bytes();
         let next = AtomicU64::new(0);
         self.in_parallel(|| {
             let offset = next.fetch_add(chunk, Ordering::Relaxed);
@@ -208,7 +208,7 @@ impl Filling<'_> {
             let advice = format!("the image does not fit into the free memory of {}", accelerator.name());
             return Err(LoadError::DoesNotFit { needed: self.bytes, available, advice });
         }
-        let chunk = self.options.chunk_bytes;
+        let chunk = self.options.alone_bytes();
         let mut memory = untouched(self.bytes.next_multiple_of(PAGE))?;
         let rooms = Mutex::new((0..).zip(memory.bytes_mut().chunks_mut(chunk as usize)));
         self.in_parallel(|| {

@@ -58,7 +58,8 @@ impl Residency {
 
 /// Sizes and ways of an upload. The defaults are the fastest measured on an H200 behind PCIe 5: between two copies the link rests
 /// for some 3 us, which large copies spread; but the ring must stay within the last-level cache, so that the copy engine reads what
-/// the readers wrote from there.
+/// the readers wrote from there. So several readers fill one buffer: few buffers are being filled at a time, and most of the ring
+/// waits for the link.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct UploadOptions {
     /// Bytes of a staging buffer and of most copies: a power of two, at least a leaf and at most a segment.
@@ -89,7 +90,7 @@ impl Default for UploadOptions {
         Self {
             chunk_bytes: 16 << 20,
             part_bytes: 2 << 20,
-            depth: 8,
+            depth: 6,
             readers: default_readers(),
             io: IoMode::Auto,
             drop_cache: false,
@@ -110,6 +111,12 @@ impl UploadOptions {
     /// Buffers that an image of that many bytes can use.
     pub(super) fn buffers(&self, image_bytes: u64) -> usize {
         usize::try_from(image_bytes.div_ceil(self.chunk_bytes)).map_or(self.depth, |chunks| chunks.min(self.depth))
+    }
+
+    /// Bytes that a reader reads at once where it shares no buffer with others: large enough that the start of a read does not
+    /// count, small enough for a buffer each.
+    pub(super) fn alone_bytes(&self) -> u64 {
+        self.chunk_bytes.min(8 << 20)
     }
 
     /// The nearest options that work: chunks of whole leaves that divide a segment, at least two buffers and one reader.

@@ -45,6 +45,7 @@ pub fn load_shard<A: Accelerator>(
         }
         accelerator.allocate(needed)
     })?;
+    let chunk = options.alone_bytes();
     let shard = Shard {
         accelerator,
         bundle,
@@ -52,8 +53,8 @@ pub fn load_shard<A: Accelerator>(
         source: &source,
         leaves: (verify != Verify::Off).then_some(leaves.as_slice()),
         memory: &memory,
-        chunk: options.chunk_bytes,
-        ring: Ring::new(accelerator, options.chunk_bytes as usize, options.depth),
+        chunk,
+        ring: Ring::new(accelerator, chunk as usize, options.depth * (options.chunk_bytes / chunk) as usize),
         next: AtomicU64::new(0),
         failure: Mutex::new(None),
         progress,

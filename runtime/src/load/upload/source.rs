@@ -16,6 +16,9 @@ use vt_bundle::{Bundle, BundleError};
 
 /// Alignment of offset, length and address for `O_DIRECT`: no file system asks for more.
 const DIRECT_ALIGN: usize = 4096;
+/// Bytes of one read past the page cache. With one read of that size for each of 8 to 16 readers a virtual disk was a third faster
+/// than with 8 MiB each: its queue is shorter than that.
+const DIRECT_READ: usize = 512 << 10;
 /// Pages that [`Source::cached_share`] looks at.
 const PROBES: u64 = 256;
 /// File systems behind a network, by `f_type`: NFS, SMB 1 and 2, Ceph, Lustre, AFS, 9P. A mapping there faults page by page,
@@ -180,7 +183,7 @@ fn read_direct(file: &File, at: u64, len: usize, room: &mut [u8]) -> io::Result<
     while done < len {
         // After a read that ended within a block, this block is read again.
         let from = done / DIRECT_ALIGN * DIRECT_ALIGN;
-        match file.read_at(&mut room[from..whole], at + from as u64) {
+        match file.read_at(&mut room[from..whole.min(from + DIRECT_READ)], at + from as u64) {
             Ok(n) if from + n > done => done = from + n,
             Ok(_) => return Err(io::ErrorKind::UnexpectedEof.into()),
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
