@@ -16,8 +16,8 @@ use vt_bundle::{Bundle, BundleError};
 
 /// Alignment of offset, length and address for `O_DIRECT`: no file system asks for more.
 const DIRECT_ALIGN: usize = 4096;
-/// Bytes of one read past the page cache. With one read of that size for each of 8 to 16 readers a virtual disk was a third faster
-/// than with 8 MiB each: its queue is shorter than that.
+/// Bytes of one read past the page cache. With one read of that size for each of 8 to 16 readers a virtual disk was up to a third
+/// faster than with 8 MiB each: more only waits in its queue.
 const DIRECT_READ: usize = 512 << 10;
 /// Pages that [`Source::cached_share`] looks at.
 const PROBES: u64 = 256;
