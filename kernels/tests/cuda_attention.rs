@@ -13,8 +13,9 @@ use common::device::{Device, POISON, rounded};
 use half::bf16;
 use vt_kernels::Context;
 use vt_kernels::attention::{AttentionShape, attention};
-use vt_kernels::cuda::attention::{Attention, AttentionBatch, DecodeWorkspace};
+use vt_kernels::cuda::attention::{Attention, AttentionBatch, DecodeWorkspace, ProjectedHeads};
 use vt_kernels::cuda::kv_cache::{CudaKvCache, CudaKvType, KvRows, KvScales, KvWriter, NO_SLOT};
+use vt_kernels::cuda::norm::{HeadRows, NormKernels};
 use vt_kernels::cuda::{CudaGraph, DeviceMemory};
 use vt_kernels::kv_cache::{BLOCK_LEN, KvCache, KvShape, KvType, SequenceSlots};
 
@@ -309,6 +310,13 @@ fn kernels(device: &Device, case: &Case, caches: &Caches) -> [Attention; 2] {
     make.map(|make| make(&device.context, case.heads, &caches.device).unwrap())
 }
 
+/// Poisoned memory, but for what must be zero.
+fn room_of(device: &Device, workspace: &DecodeWorkspace) -> DeviceMemory {
+    let room = device.poisoned(workspace.bytes() as usize);
+    room.write(0, &vec![0; workspace.zero_bytes() as usize]).unwrap();
+    room
+}
+
 #[test]
 fn decode_is_the_cpu_s_attention_whatever_the_batch() {
     let Some(device) = Device::open() else { return };
@@ -321,7 +329,7 @@ fn decode_is_the_cpu_s_attention_whatever_the_batch() {
         let queries = Queries::new(&device, &case, &mut random);
         let launch = Launch { device: &device, case: &case, caches: &caches, queries: &queries };
         let workspace = DecodeWorkspace::new(64, 9000, case.heads, caches.device.shape()).unwrap();
-        let room = device.poisoned(workspace.bytes() as usize);
+        let room = room_of(&device, &workspace);
         let wanted = expected(&case, &caches, &queries);
         for attention in kernels(&device, &case, &caches) {
             let run = |steps: &[(usize, u32, u32)]| {
@@ -329,7 +337,17 @@ fn decode_is_the_cpu_s_attention_whatever_the_batch() {
                 let batch = launch.batch(&arrays, &out);
                 let (shape, scales) = (case.shape(), caches.scales);
                 attention
-                    .decode(&device.stream, &shape, &caches.device, LAYER, scales, &batch, &workspace, room.address())
+                    .decode(
+                        &device.stream,
+                        &shape,
+                        &caches.device,
+                        LAYER,
+                        scales,
+                        &batch,
+                        None,
+                        &workspace,
+                        room.address(),
+                    )
                     .unwrap();
                 // The arrays are read until here.
                 device.stream.synchronize().unwrap();
@@ -403,7 +421,7 @@ fn a_captured_decode_follows_the_lengths_in_memory() {
     let attention = Attention::new(&device.context, case.heads, &caches.device).unwrap();
     let launch = Launch { device: &device, case: &case, caches: &caches, queries: &queries };
     let workspace = DecodeWorkspace::new(3, 4000, case.heads, caches.device.shape()).unwrap();
-    let room = device.poisoned(workspace.bytes() as usize);
+    let room = room_of(&device, &workspace);
     let (out, arrays) = (launch.out(), launch.arrays(&[(0, 0, 1), (1, 1, 1), (2, 2, 1)]));
     let batch = launch.batch(&arrays, &out);
     let shape = case.shape();
@@ -415,6 +433,7 @@ fn a_captured_decode_follows_the_lengths_in_memory() {
             LAYER,
             caches.scales,
             &batch,
+            None,
             &workspace,
             room.address(),
         )
@@ -435,6 +454,114 @@ fn a_captured_decode_follows_the_lengths_in_memory() {
             wanted = expected(&now, &caches, &queries);
         }
         launch.check(&out, &wanted);
+    }
+}
+
+/// Heads given as they were projected, against the kernel that norms, rotates and stores them one launch before: the same but
+/// for the order in which squares are added up, which is a step of bf16 now and then.
+#[test]
+fn decode_prepares_heads_itself() {
+    let Some(device) = Device::open() else { return };
+    let mut random = Random(15);
+    let norm = NormKernels::new(&device.context).unwrap();
+    let windowed = Case { dim: 64, window: Some(300), soft_cap: Some(20.0), ..models().swap_remove(0) };
+    for (index, mut case) in models().into_iter().take(3).chain([windowed]).enumerate() {
+        case.sequences = [1, 16, 17, 128, 129, 700, 4097, 33].map(|length| (length, 1)).to_vec();
+        let caches = fill(&device, &case, &mut random);
+        let before = device.read(caches.device.memory());
+        let Case { heads, kv_heads, dim, dtype, .. } = case;
+        let (rows, half, at) = (case.sequences.len(), dim / 2, 16);
+        let (keys_at, values_at) = (at + heads * dim, at + (heads + kv_heads) * dim + 8);
+        let stride = values_at + kv_heads * dim + 8;
+        let x = rounded(random.activations(rows * stride));
+        let weights = device.floats(&random.activations(2 * dim).iter().map(|w| 1.0 + w / 4.0).collect::<Vec<_>>());
+        let angles: Vec<f32> = (0..rows * half).flat_map(|i| [(i as f32).cos(), (i as f32).sin()]).collect();
+        let angles = device.floats(&angles);
+        let norms = (index != 1).then(|| (weights.address(), weights.address() + 4 * dim as u64));
+        let attention = Attention::new(&device.context, heads, &caches.device).unwrap();
+        if !attention.takes_projected(&caches.device, half) {
+            eprintln!("SKIPPED: no kernel of this device prepares heads of {dim} elements");
+            continue;
+        }
+        assert!(!attention.takes_projected(&caches.device, half / 2));
+        let steps: Vec<(usize, u32, u32)> =
+            case.sequences.iter().enumerate().map(|(i, s)| (i, i as u32, s.0 as u32)).collect();
+        let slots: Vec<u32> = case
+            .sequences
+            .iter()
+            .zip(&caches.tables)
+            .map(|(s, table)| table[(s.0 - 1) / BLOCK_LEN] * BLOCK_LEN as u32 + ((s.0 - 1) % BLOCK_LEN) as u32)
+            .collect();
+        let slots = device.words(&slots);
+        let workspace = DecodeWorkspace::new(64, 9000, heads, caches.device.shape()).unwrap();
+        let room = room_of(&device, &workspace);
+        let queries = Queries { x: Vec::new(), stride, at, memory: device.poisoned(8) };
+        let launch = Launch { device: &device, case: &case, caches: &caches, queries: &queries };
+
+        // The cache as it was, rows as they were, and one launch or two over some of the sequences.
+        let run = |steps: &[(usize, u32, u32)], itself: bool| {
+            let memory = device.halves(&x);
+            caches.device.memory().write(0, &before).unwrap();
+            let (out, arrays) = (launch.out(), launch.arrays(steps));
+            let batch = AttentionBatch { x: memory.address(), ..launch.batch(&arrays, &out) };
+            let projected =
+                ProjectedHeads { keys_at, values_at, norms, eps: 1e-5, angles: angles.address() };
+            let given = HeadRows {
+                x: memory.address(),
+                stride,
+                queries: (at, heads),
+                keys_at,
+                values_at,
+                norms,
+                eps: 1e-5,
+                angles: angles.address(),
+                half,
+                slots: slots.address(),
+            };
+            if !itself {
+                norm.heads_to_cache(&device.stream, &given, &caches.device, LAYER, caches.scales, rows).unwrap();
+            }
+            let (shape, scales) = (case.shape(), caches.scales);
+            let projected = itself.then_some(&projected);
+            let (stream, room) = (&device.stream, room.address());
+            attention
+                .decode(stream, &shape, &caches.device, LAYER, scales, &batch, projected, &workspace, room)
+                .unwrap();
+            device.stream.synchronize().unwrap();
+            (device.read_halves(&out), device.read(caches.device.memory()))
+        };
+        let (wanted, wanted_cache) = run(&steps, false);
+        let (found, cache) = run(&steps, true);
+        let width = heads * dim;
+        for (t, (found, wanted)) in
+            found.chunks(launch.out_stride()).zip(wanted.chunks(launch.out_stride())).enumerate()
+        {
+            let most = wanted[..width].iter().fold(0.0f32, |most, v| most.max(v.abs()));
+            for (i, (found, wanted)) in found[..width].iter().zip(&wanted[..width]).enumerate() {
+                assert!((found - wanted).abs() <= 0.02 * most, "{case:?}, row {t}, element {i}: {found} for {wanted}");
+            }
+            assert!(found[width..].iter().all(|v| v.is_nan()), "beside row {t}");
+        }
+        // Codes of neighbouring values are neighbours, but for the two zeros.
+        let code = |bytes: &[u8], i: usize| match dtype {
+            CudaKvType::Bf16 => i32::from(i16::from_le_bytes([bytes[2 * i], bytes[2 * i + 1]])),
+            CudaKvType::E4m3 => i32::from(bytes[i] as i8),
+        };
+        let elements = cache.len() / dtype.bytes() as usize;
+        let mut changed = 0;
+        for i in 0..elements {
+            let (found, wanted) = (code(&cache, i), code(&wanted_cache, i));
+            assert!((found - wanted).abs() <= 1, "{case:?}, element {i} of the cache: {found:x} for {wanted:x}");
+            changed += usize::from(found != code(&before, i));
+        }
+        assert!(changed > rows * kv_heads * dim, "keys and values of every row");
+        // Alone: the same bits.
+        for step in &steps {
+            let (alone, _) = run(std::slice::from_ref(step), true);
+            let row = step.1 as usize * launch.out_stride();
+            let bits = |values: &[f32]| values[row..row + width].iter().map(|v| v.to_bits()).collect::<Vec<_>>();
+            assert_eq!(bits(&alone), bits(&found), "{case:?}, {step:?}");
+        }
     }
 }
 

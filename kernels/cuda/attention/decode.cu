@@ -4,7 +4,7 @@
 // depend on its neighbours. A unit of work is one chunk of one key/value head, computed by four warps for all query heads
 // of the group; a fixed grid takes units in turn. Warps take blocks of 16 positions in turn, load the next block (of the
 // next unit, where this one ends) while they compute, and their sums are merged in order by one of them. A second kernel
-// merges the chunks of sequences that have several, in order too; after decode_hopper.cu also.
+// merges the chunks of sequences that have several, in order too.
 //
 // Keys and values go from memory straight into the registers that mma.sync wants.
 
@@ -155,7 +155,7 @@ __device__ __forceinline__ void decode(const Decode& p) {
         vt::Merge<D, Columns>& merge = merges[turn % 2];
         vt::store(p, sums, merge, warp, lane);
         __syncthreads();
-        if (warp == turn % kWarps) vt::merge_warps(p, unit, merge, lane);
+        if (warp == turn % kWarps) vt::merge_warps<1>(p, unit, merge, 0, lane, [](uint32_t) {});
     }
 }
 
@@ -189,35 +189,5 @@ extern "C" __global__ void __launch_bounds__(kThreads) vt_decode_merge(const __g
     if (sequence >= p.sequences) return;
     const uint32_t first_chunk = p.firsts[sequence], chunks = p.firsts[sequence + 1] - first_chunk;
     if (chunks < 2) return;
-    const uint64_t first = static_cast<uint64_t>(first_chunk) * heads + head;
-    float most = -INFINITY;
-    for (uint32_t c = lane; c < chunks; c += 32) most = fmaxf(most, p.stats[first + c * heads].x);
-#pragma unroll
-    for (uint32_t step = 16; step > 0; step /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
-    // A lane holds 4 elements of each 128.
-    float4 sums[2] = {};
-    float weight = 0.0f;
-    for (uint32_t base = 0; base < chunks; base += 32) {
-        float2 own = make_float2(-INFINITY, 0.0f);
-        if (base + lane < chunks) own = p.stats[first + (base + lane) * heads];
-        const float factor = vt::relative(p, own.x, most), part = own.y * factor;
-        const uint32_t count = min(32u, chunks - base);
-        const float* from = p.partial + (first + static_cast<uint64_t>(base) * heads) * p.dim + lane * 4;
-#pragma unroll 8
-        for (uint32_t c = 0; c < count; ++c) {
-            const float f = __shfl_sync(~0u, factor, c);
-            weight += __shfl_sync(~0u, part, c);
-#pragma unroll
-            for (uint32_t i = 0; i < 2; ++i) {
-                if (128 * i + lane * 4 >= p.dim) continue;
-                const float4 v = *reinterpret_cast<const float4*>(from + static_cast<uint64_t>(c) * heads * p.dim + 128 * i);
-                sums[i].x += v.x * f, sums[i].y += v.y * f, sums[i].z += v.z * f, sums[i].w += v.w * f;
-            }
-        }
-    }
-#pragma unroll
-    for (uint32_t i = 0; i < 2; ++i) {
-        const uint32_t d = 128 * i + lane * 4;
-        if (d < p.dim) vt::write_out(p, sequence, head, d, sums[i], weight);
-    }
+    vt::merge_chunks(p, sequence, head, first_chunk, chunks, lane);
 }

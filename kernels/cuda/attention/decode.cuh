@@ -43,6 +43,17 @@ struct Decode {
     float value_scale;
     // Of the cache as rows of a head's elements, the first of this layer.
     uint32_t cache_row;
+    // decode_hopper.cu: per sequence and query head, how many chunks are done; zero between launches.
+    uint32_t* arrivals;
+    // decode_hopper.cu: the rows hold the heads as they were projected. Cosines and sines [T, D / 2] turn queries and keys;
+    // null: queries are ready, and the cache holds the token.
+    const float2* angles;
+    // Weights [D] of the norms before that, or null, and what they add to the mean square.
+    const float *q_norm, *k_norm;
+    float eps;
+    // First columns of keys and values, and what a stored E4M3 key or value is multiplied by when it is read.
+    uint32_t keys_at, values_at;
+    float store_key_scale, store_value_scale;
 };
 
 struct Chunks {
@@ -295,11 +306,52 @@ __device__ __forceinline__ void write_out(const Decode& p, uint32_t sequence, ui
         make_uint2(pack(sum.x * factor, sum.y * factor), pack(sum.z * factor, sum.w * factor));
 }
 
-// One warp merges the sums of all warps, in order, and writes the chunk's, or the result where there is one chunk.
-template <uint32_t D, uint32_t Columns>
-__device__ __forceinline__ void merge_warps(const Decode& p, const Unit& u, const Merge<D, Columns>& merge, uint32_t lane) {
+// One warp merges a head's chunks, in order, and writes the result. What other thread blocks left is read past the
+// first-level cache.
+__device__ __forceinline__ void merge_chunks(const Decode& p, uint32_t sequence, uint32_t head, uint32_t first_chunk,
+                                             uint32_t chunks, uint32_t lane) {
     const uint32_t heads = p.kv_heads * p.group;
-    for (uint32_t h = 0; h < p.group; ++h) {
+    const uint64_t first = static_cast<uint64_t>(first_chunk) * heads + head;
+    float most = -INFINITY;
+    for (uint32_t c = lane; c < chunks; c += 32) most = fmaxf(most, __ldcg(&p.stats[first + c * heads].x));
+#pragma unroll
+    for (uint32_t step = 16; step > 0; step /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
+    // A lane holds 4 elements of each 128.
+    float4 sums[2] = {};
+    float weight = 0.0f;
+    for (uint32_t base = 0; base < chunks; base += 32) {
+        float2 own = make_float2(-INFINITY, 0.0f);
+        if (base + lane < chunks) own = __ldcg(p.stats + first + (base + lane) * heads);
+        const float factor = relative(p, own.x, most), part = own.y * factor;
+        const uint32_t count = min(32u, chunks - base);
+        const float* from = p.partial + (first + static_cast<uint64_t>(base) * heads) * p.dim + lane * 4;
+#pragma unroll 8
+        for (uint32_t c = 0; c < count; ++c) {
+            const float f = __shfl_sync(~0u, factor, c);
+            weight += __shfl_sync(~0u, part, c);
+#pragma unroll
+            for (uint32_t i = 0; i < 2; ++i) {
+                if (128 * i + lane * 4 >= p.dim) continue;
+                const float4 v =
+                    __ldcg(reinterpret_cast<const float4*>(from + static_cast<uint64_t>(c) * heads * p.dim + 128 * i));
+                sums[i].x += v.x * f, sums[i].y += v.y * f, sums[i].z += v.z * f, sums[i].w += v.w * f;
+            }
+        }
+    }
+#pragma unroll
+    for (uint32_t i = 0; i < 2; ++i) {
+        const uint32_t d = 128 * i + lane * 4;
+        if (d < p.dim) write_out(p, sequence, head, d, sums[i], weight);
+    }
+}
+
+// One of `Mergers` warps merges the sums of all warps for its heads, in order, and writes the chunk's, or the result where
+// there is one chunk. Calls `left(head)` for each head whose sums it left for others.
+template <uint32_t Mergers, uint32_t D, uint32_t Columns, typename Left>
+__device__ __forceinline__ void merge_warps(const Decode& p, const Unit& u, const Merge<D, Columns>& merge, uint32_t which,
+                                            uint32_t lane, Left left) {
+    const uint32_t heads = p.kv_heads * p.group;
+    for (uint32_t h = which; h < p.group; h += Mergers) {
         const uint32_t head = u.head * p.group + h;
         float most = merge.most[0][h], weight = 0.0f, factor[kWarps];
 #pragma unroll
@@ -320,7 +372,9 @@ __device__ __forceinline__ void merge_warps(const Decode& p, const Unit& u, cons
             if (u.chunks == 1) write_out(p, u.sequence, head, d, sum, weight);
             else __stcg(reinterpret_cast<float4*>(p.partial + record * p.dim + d), sum);
         }
-        if (u.chunks > 1 && lane == 0) __stcg(p.stats + record, make_float2(most, weight));
+        if (u.chunks == 1) continue;
+        if (lane == 0) __stcg(p.stats + record, make_float2(most, weight));
+        left(head);
     }
 }
 

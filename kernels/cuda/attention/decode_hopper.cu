@@ -2,9 +2,14 @@
 // elements in bf16 and of 128 in bf16 and E4M3, with up to eight query heads each.
 //
 // Of a thread block, one warp copies stored blocks into a ring in shared memory, far ahead of their use and across units;
-// four compute; two merge the four's sums in turn and write them, so that the others do not wait for that.
+// four compute; three merge the four's sums, head by head, and write them, so that the others do not wait for that. Whoever
+// leaves the last chunk of a head merges them all.
+//
+// The kernel may be given the heads as they were projected. Then it norms and rotates them itself, writes the token's key and
+// value into the cache, and needs nothing else of the step: what the cache holds of earlier steps is on its way before the
+// kernel waits for the product before it.
 
-#include "attention/decode.cuh"
+#include "attention/own_token.cuh"
 #include "common/hopper.cuh"
 #include "common/order.cuh"
 
@@ -19,8 +24,10 @@ using vt::kBlockLen;
 using vt::kWarps;
 using vt::Unit;
 
-constexpr uint32_t kThreads = 32 * (kWarps + 3);
-constexpr uint32_t kCopier = kWarps, kMergers = kWarps + 1;
+// Warps that merge: eight in all, so that two blocks leave each thread 128 registers.
+constexpr uint32_t kMergers = 3;
+constexpr uint32_t kCopier = kWarps, kFirstMerger = kWarps + 1;
+constexpr uint32_t kThreads = 32 * (kFirstMerger + kMergers);
 constexpr uint32_t kMostStages = 16;
 // Bytes of a row of a box, and of a box of 16 positions.
 constexpr uint32_t kRowBytes = 128, kBoxBytes = kBlockLen * kRowBytes;
@@ -44,11 +51,17 @@ struct Barriers {
     __device__ __forceinline__ uint32_t merged(uint32_t i) const { return first + 8 * (2 * kMostStages + 2 + i); }
 };
 
-// Eight elements from `element` on of a row in swizzled boxes.
+// Address of an element of a row in swizzled boxes.
+template <typename T>
+__device__ __forceinline__ uint32_t place_of(uint32_t rows, uint32_t row, uint32_t element) {
+    const uint32_t byte = element * sizeof(T);
+    return rows + byte / kRowBytes * kBoxBytes + row * kRowBytes + (byte / 16 % 8 ^ row % 8) * 16 + byte % 16;
+}
+
+// Eight elements from `element` on.
 template <typename T>
 __device__ __forceinline__ void read_eight(uint32_t rows, uint32_t row, uint32_t element, uint32_t (&pairs)[4]) {
-    const uint32_t byte = element * sizeof(T);
-    const uint32_t at = rows + byte / kRowBytes * kBoxBytes + row * kRowBytes + (byte / 16 % 8 ^ row % 8) * 16 + byte % 16;
+    const uint32_t at = place_of<T>(rows, row, element);
     vt::Eight<T> eight;
     if constexpr (sizeof(T) == 2) {
         asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
@@ -123,36 +136,58 @@ __device__ __forceinline__ void copy_blocks(const Decode& p, const TensorMap& ma
 
 template <typename T, uint32_t D>
 __device__ __forceinline__ void compute(const Decode& p, const uint32_t* prefix, uint32_t units, uint32_t ring,
-                                        const Barriers& barriers, vt::Merge<D, 1>* merges, uint32_t warp, uint32_t lane) {
+                                        const Barriers& barriers, vt::Merge<D, 1>* merges, const float* weights, uint32_t warp,
+                                        uint32_t lane) {
     using R = Ring<T, D>;
     const uint32_t g = lane / 4, t = lane % 4;
+    const bool projected = p.angles != nullptr;
     uint32_t count = 0, turn = 0;
     Unit u = vt::unit_of(p, prefix, blockIdx.x);
     vt::Queries<D, 1> q;
+    vt::Turns<D> turns;
     q.load(p, u, lane);
+    if (projected) turns.load(p, p.rows[u.sequence], lane);
     for (uint32_t index = blockIdx.x; index < units; ++turn) {
+        const uint32_t first = first_block(u), end = end_block(u), stages = stages_of(end - first);
+        // The last block of the last chunk holds the token itself.
+        const bool has_token =
+            projected && u.chunk + 1 == u.first_chunk + u.chunks && (end - 1 - first) % kWarps == warp;
+        vt::OwnToken<T, D> token;
+        if (has_token) token.load(p, u, lane);
+        if (projected) vt::prepare_queries(p, weights, turns, lane, q);
         // The next unit's queries are on their way while this one is computed.
         index += gridDim.x;
         Unit following = u;
         vt::Queries<D, 1> following_q;
+        vt::Turns<D> following_turns;
         if (index < units) {
             following = vt::unit_of(p, prefix, index);
             following_q.load(p, following, lane);
+            if (projected) following_turns.load(p, p.rows[following.sequence], lane);
         }
         vt::Sums<D, 1> sums;
         sums.clear();
-        const uint32_t first = first_block(u), end = end_block(u), stages = stages_of(end - first);
         uint32_t block = first + warp;
         for (; block < end; block += kWarps) {
             const uint32_t n = count + block - first, stage = n % R::kStages, position = block * kBlockLen;
             hopper::barrier_wait(barriers.full(stage), n / R::kStages & 1);
             const uint32_t keys = ring + stage * R::kStageBytes, values = keys + R::kStageBytes / 2;
+            if (has_token && block + 1 == end) {
+                const uint32_t slot = (u.end - 1) % kBlockLen;
+                const uint32_t stored = p.block_tables[static_cast<uint64_t>(u.sequence) * p.table_stride + block];
+                token.write(p, u, weights + D, stored, slot, lane, [&](bool value, uint32_t element) {
+                    return place_of<T>(value ? values : keys, slot, element);
+                });
+                // Before the next copy into the stage.
+                hopper::publish_shared();
+                __syncwarp();
+            }
             float s[1][4];
             vt::multiply_keys<D>(RingKeys<T>{keys, g, t}, q, s);
-            uint32_t weights[1][2];
-            vt::weigh(p, s, position, u.begin, u.end, lane, sums, weights);
+            uint32_t relative[1][2];
+            vt::weigh(p, s, position, u.begin, u.end, lane, sums, relative);
             const uint32_t from = u.begin > position ? u.begin - position : 0, to = u.end - position;
-            vt::multiply_values<D>(RingValues<T>{values, g, t, from, to}, weights, sums);
+            vt::multiply_values<D>(RingValues<T>{values, g, t, from, to}, relative, sums);
             __syncwarp();
             if (lane == 0) hopper::barrier_arrive(barriers.free(stage));
         }
@@ -167,25 +202,38 @@ __device__ __forceinline__ void compute(const Decode& p, const uint32_t* prefix,
         hopper::barrier_arrive(barriers.summed(turn % 2));
         u = following;
         q = following_q;
+        turns = following_turns;
     }
 }
 
-// Merges every second unit.
+// Merges some heads of every unit.
 template <uint32_t D>
 __device__ __forceinline__ void merge_units(const Decode& p, const uint32_t* prefix, uint32_t units, const Barriers& barriers,
-                                            const vt::Merge<D, 1>& merge, uint32_t which, uint32_t lane) {
-    uint32_t phase = 0;
-    for (uint32_t index = blockIdx.x + which * gridDim.x; index < units; index += 2 * gridDim.x, phase ^= 1) {
+                                            const vt::Merge<D, 1>* merges, uint32_t which, uint32_t lane) {
+    uint32_t turn = 0;
+    for (uint32_t index = blockIdx.x; index < units; index += gridDim.x, ++turn) {
         const Unit u = vt::unit_of(p, prefix, index);
-        hopper::barrier_wait(barriers.summed(which), phase);
-        vt::merge_warps(p, u, merge, lane);
-        hopper::barrier_arrive(barriers.merged(which));
+        hopper::barrier_wait(barriers.summed(turn % 2), turn / 2 & 1);
+        vt::merge_warps<kMergers>(p, u, merges[turn % 2], which, lane, [&](uint32_t head) {
+            // What the lanes wrote is there before the chunk is counted, and what is counted is there before it is read.
+            __threadfence();
+            __syncwarp();
+            uint32_t* arrivals = p.arrivals + u.sequence * p.kv_heads * p.group + head;
+            uint32_t before = 0;
+            if (lane == 0) before = atomicAdd(arrivals, 1);
+            if (__shfl_sync(~0u, before, 0) + 1 != u.chunks) return;
+            __threadfence();
+            if (lane == 0) *arrivals = 0;
+            vt::merge_chunks(p, u.sequence, head, u.first_chunk, u.chunks, lane);
+        });
+        hopper::barrier_arrive(barriers.merged(turn % 2));
     }
 }
 
 template <typename T, uint32_t D>
 __device__ __forceinline__ void decode(const Decode& p, const TensorMap& map) {
     extern __shared__ uint8_t dynamic[];
+    __shared__ __align__(16) float weights[2 * D];
     using R = Ring<T, D>;
     // Swizzled boxes are aligned to 1024 bytes.
     uint8_t* aligned = dynamic + (1024 - vt::shared_address(dynamic) % 1024) % 1024;
@@ -194,6 +242,7 @@ __device__ __forceinline__ void decode(const Decode& p, const TensorMap& map) {
     const Barriers barriers{ring + R::kBytes + 2 * static_cast<uint32_t>(sizeof(vt::Merge<D, 1>))};
     uint32_t* prefix = reinterpret_cast<uint32_t*>(aligned + R::kBytes + 2 * sizeof(vt::Merge<D, 1>) + 8 * (2 * kMostStages + 4));
 
+    let_next_start();
     if (threadIdx.x == 0) {
         for (uint32_t i = 0; i < R::kStages; ++i) {
             hopper::barrier_init(barriers.full(i), 1);
@@ -201,25 +250,29 @@ __device__ __forceinline__ void decode(const Decode& p, const TensorMap& map) {
         }
         for (uint32_t i = 0; i < 2; ++i) {
             hopper::barrier_init(barriers.summed(i), kWarps * 32);
-            hopper::barrier_init(barriers.merged(i), 32);
+            hopper::barrier_init(barriers.merged(i), kMergers * 32);
         }
         hopper::barrier_init_fence();
     }
-    let_next_start();
-    wait_for_previous();
+    // Lengths and tables were sent before the step, and the weights are the model's.
+    if (p.angles != nullptr) vt::load_weights<kThreads, D>(p, weights);
+    else wait_for_previous();
     // Ends with a barrier of the block.
     vt::count_chunks<kThreads>(p, prefix);
     const uint32_t units = prefix[p.sequences] * p.kv_heads;
-    if (blockIdx.x >= units) return;
-    const uint32_t warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
-    if (warp < kWarps) {
-        compute<T, D>(p, prefix, units, ring, barriers, merges, warp, lane);
-    } else if (warp == kCopier) {
-        copy_blocks<T, D>(p, map, prefix, units, ring, barriers, lane);
-    } else {
-        const uint32_t which = warp - kMergers;
-        merge_units<D>(p, prefix, units, barriers, merges[which], which, lane);
+    if (blockIdx.x >= units) {
+        // A kernel is over when all of its blocks are: one of them must have waited, or the next would begin too early.
+        if (blockIdx.x == 0) wait_for_previous();
+        return;
     }
+    const uint32_t warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
+    if (warp == kCopier) {
+        copy_blocks<T, D>(p, map, prefix, units, ring, barriers, lane);
+        return;
+    }
+    wait_for_previous();
+    if (warp < kWarps) compute<T, D>(p, prefix, units, ring, barriers, merges, weights, warp, lane);
+    else merge_units<D>(p, prefix, units, barriers, merges, warp - kFirstMerger, lane);
 }
 
 }  // namespace

@@ -63,6 +63,22 @@ pub struct AttentionBatch {
     pub table_stride: usize,
 }
 
+/// What decode does itself where rows hold heads as they were projected: norms and rotations, and the way of each sequence's
+/// own key and value into the cache.
+#[derive(Clone, Copy, Debug)]
+pub struct ProjectedHeads {
+    /// First columns of keys and values `[H_kv, D]` in the rows, multiples of 8.
+    pub keys_at: usize,
+    /// Of the values.
+    pub values_at: usize,
+    /// Addresses of the norms' weights of queries and keys, f32 `[D]`; no norms where `None`.
+    pub norms: Option<(u64, u64)>,
+    /// Added to the mean square.
+    pub eps: f32,
+    /// Address of pairs of f32 `[T, D / 2]`, as for [`super::norm::HeadRows`]; a multiple of 16.
+    pub angles: u64,
+}
+
 /// As in the sources; the scores of a layer.
 #[repr(C)]
 #[derive(Clone, Copy)]
@@ -107,6 +123,15 @@ struct Decode {
     scores: Scores,
     value_scale: f32,
     cache_row: u32,
+    arrivals: u64,
+    angles: u64,
+    q_norm: u64,
+    k_norm: u64,
+    eps: f32,
+    keys_at: u32,
+    values_at: u32,
+    store_key_scale: f32,
+    store_value_scale: f32,
 }
 
 /// As in `cuda/attention/prefill.cuh`.
@@ -138,6 +163,7 @@ struct Prefill {
 pub struct DecodeWorkspace {
     sequences: usize,
     max_context: usize,
+    arrival_bytes: u64,
     first_bytes: u64,
     stat_bytes: u64,
     bytes: u64,
@@ -146,19 +172,26 @@ pub struct DecodeWorkspace {
 impl DecodeWorkspace {
     /// For up to `sequences` sequences of up to `max_context` positions and `heads` query heads; `None` on overflow.
     pub fn new(sequences: usize, max_context: usize, heads: usize, cache: &KvShape) -> Option<Self> {
+        let arrival_bytes = sequences.checked_mul(heads)?.checked_mul(4)?.checked_next_multiple_of(256)? as u64;
         let first_bytes = sequences.checked_add(1)?.checked_mul(4)?.checked_next_multiple_of(256)? as u64;
         // A window may begin within a chunk, which makes one more.
         let chunks = max_context.div_ceil(LONGEST_CHUNK).max(FEW_CHUNKS).checked_add(1)?;
         let records = sequences.checked_mul(chunks)?.checked_mul(heads)?;
         let stat_bytes = records.checked_mul(8)?.checked_next_multiple_of(256)? as u64;
         let bytes = records.checked_mul(cache.head_dim)?.checked_mul(4)?;
-        let bytes = first_bytes.checked_add(stat_bytes)?.checked_add(bytes as u64)?;
-        Some(Self { sequences, max_context, first_bytes, stat_bytes, bytes })
+        let bytes =
+            arrival_bytes.checked_add(first_bytes)?.checked_add(stat_bytes)?.checked_add(bytes as u64)?;
+        Some(Self { sequences, max_context, arrival_bytes, first_bytes, stat_bytes, bytes })
     }
 
     /// Bytes, of memory at a multiple of 256.
     pub fn bytes(&self) -> u64 {
         self.bytes
+    }
+
+    /// How many of them, at the start, must be zero before the first use; launches leave them so.
+    pub fn zero_bytes(&self) -> u64 {
+        self.arrival_bytes
     }
 }
 
@@ -255,9 +288,20 @@ impl Attention {
         })
     }
 
+    /// Whether [`Attention::decode`] takes heads as they were projected, of which `half` pairs of elements are rotated.
+    pub fn takes_projected(&self, cache: &CudaKvCache, half: usize) -> bool {
+        let group = self.heads / self.kv_heads;
+        2 * half == self.dim as usize && self.hopper_for(cache).is_some_and(|kernels| kernels.has_decode(group))
+    }
+
     /// Attention of one token of each sequence. `workspace_at` is the address of `workspace`'s bytes, which one stream
-    /// uses at a time; no length may exceed the workspace's context. Two launches, the second for what long contexts were
-    /// cut into.
+    /// uses at a time; no length may exceed the workspace's context. One launch, or two, the second for what long contexts
+    /// were cut into.
+    ///
+    /// With `projected`, where [`Attention::takes_projected`] says so, the heads of the rows are normed and rotated on the
+    /// way, and keys and values written into the cache. What the cache holds of earlier positions, the lengths and the
+    /// tables must then be in memory before the kernel launched before this one begins: they are read without waiting for
+    /// it.
     ///
     /// # Errors
     /// [`CudaError`].
@@ -270,6 +314,7 @@ impl Attention {
         layer: usize,
         scales: KvScales,
         batch: &AttentionBatch,
+        projected: Option<&ProjectedHeads>,
         workspace: &DecodeWorkspace,
         workspace_at: u64,
     ) -> Result<(), CudaError> {
@@ -278,6 +323,15 @@ impl Attention {
         let sequences = batch.sequences;
         let fits = sequences <= workspace.sequences && sequences <= MAX_DECODE_SEQUENCES;
         require(fits, op, || format!("{sequences} sequences in a workspace of {}", workspace.sequences))?;
+        let width = self.kv_heads as usize * self.dim as usize;
+        let takes = |p: &ProjectedHeads| {
+            let columns = [p.keys_at, p.values_at];
+            let inside = columns.iter().all(|at| at.is_multiple_of(8) && at + width <= batch.stride);
+            inside && p.angles.is_multiple_of(16) && self.takes_projected(cache, self.dim as usize / 2)
+        };
+        require(projected.is_none_or(takes), op, || format!("{projected:?} in rows of {}", batch.stride))?;
+        let (q_norm, k_norm) = projected.and_then(|p| p.norms).unwrap_or((0, 0));
+        let firsts = workspace_at + workspace.arrival_bytes;
         let parameters = Decode {
             x: batch.x,
             out: batch.out,
@@ -285,9 +339,9 @@ impl Attention {
             rows: batch.starts,
             lengths: batch.lengths,
             block_tables: batch.block_tables,
-            firsts: workspace_at,
-            partial: workspace_at + workspace.first_bytes + workspace.stat_bytes,
-            stats: workspace_at + workspace.first_bytes,
+            firsts,
+            partial: firsts + workspace.first_bytes + workspace.stat_bytes,
+            stats: firsts + workspace.first_bytes,
             stride: batch.stride as u32,
             queries_at: batch.queries_at as u32,
             out_stride: batch.out_stride as u32,
@@ -300,22 +354,29 @@ impl Attention {
             scores: Scores::new(shape, self.key_scale(scales)),
             value_scale: self.value_scale(scales),
             cache_row: 0,
+            arrivals: workspace_at,
+            angles: projected.map_or(0, |p| p.angles),
+            q_norm,
+            k_norm,
+            eps: projected.map_or(0.0, |p| p.eps),
+            keys_at: projected.map_or(0, |p| p.keys_at) as u32,
+            values_at: projected.map_or(0, |p| p.values_at) as u32,
+            store_key_scale: scales.key,
+            store_value_scale: scales.value,
         };
         let chunks = workspace.max_context.div_ceil(LONGEST_CHUNK).max(FEW_CHUNKS) + 1;
         let units = (sequences * chunks).saturating_mul(self.kv_heads as usize);
         let special = self.hopper_for(cache).and_then(|kernels| kernels.decode(stream, layer, units, parameters));
-        match special {
-            Some(launched) => launched?,
-            None => {
-                let blocks = units.min(self.decode_blocks as usize) as u32;
-                let shared = self.decode_shared + 4 * (sequences as u32 + 1);
-                // SAFETY: `Decode` is the kernel's parameter; what its addresses name is as large as the batch and the
-                // workspace say, and the caller keeps it.
-                unsafe {
-                    let arguments = &mut arguments![parameters];
-                    self.decode.launch_early(stream, [blocks, 1, 1], [THREADS, 1, 1], shared, arguments)?;
-                }
-            }
+        if let Some(launched) = special {
+            return launched;
+        }
+        let blocks = units.min(self.decode_blocks as usize) as u32;
+        let shared = self.decode_shared + 4 * (sequences as u32 + 1);
+        // SAFETY: `Decode` is the kernel's parameter; what its addresses name is as large as the batch and the workspace say,
+        // and the caller keeps it.
+        unsafe {
+            let arguments = &mut arguments![parameters];
+            self.decode.launch_early(stream, [blocks, 1, 1], [THREADS, 1, 1], shared, arguments)?;
         }
         if workspace.max_context <= SHORTEST_CHUNK {
             return Ok(());

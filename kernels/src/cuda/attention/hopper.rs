@@ -16,8 +16,8 @@ pub(super) const ROWS: u32 = 128;
 const PREFILL_THREADS: u32 = 384;
 /// Positions of a tile of prefill.
 const TILE: u32 = 128;
-/// Threads of decode: four warps that compute, one that copies, two that merge.
-const DECODE_THREADS: u32 = 7 * 32;
+/// Threads of decode: four warps that compute, one that copies, three that merge.
+const DECODE_THREADS: u32 = 8 * 32;
 /// Thread blocks of decode on a multiprocessor.
 const DECODE_BLOCKS: u32 = 2;
 /// Bytes of decode's ring.
@@ -84,6 +84,11 @@ impl Hopper {
         self.cache == cache.memory().address()
     }
 
+    /// Whether there is a decode kernel for groups of that many query heads.
+    pub(super) fn has_decode(&self, group: u32) -> bool {
+        self.decode.is_some() && group <= MAX_GROUP_OF_COLUMNS
+    }
+
     pub(super) fn has_prefill(&self) -> bool {
         self.prefill.is_some()
     }
@@ -96,7 +101,7 @@ impl Hopper {
         units: usize,
         mut parameters: Decode,
     ) -> Option<Result<(), CudaError>> {
-        let kernel = self.decode.as_ref().filter(|_| parameters.group <= MAX_GROUP_OF_COLUMNS)?;
+        let kernel = self.decode.as_ref().filter(|_| self.has_decode(parameters.group))?;
         parameters.cache_row = (self.layer_rows * layer as u64) as u32;
         let shared = kernel.shared + 4 * (parameters.sequences + 1);
         let blocks = units.min((self.multiprocessors * DECODE_BLOCKS) as usize) as u32;

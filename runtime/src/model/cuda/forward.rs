@@ -12,7 +12,7 @@ use std::sync::Arc;
 use vt_kernels::FloatType;
 use vt_kernels::activation::Gate;
 use vt_kernels::attention::AttentionShape;
-use vt_kernels::cuda::attention::{Attention, AttentionBatch, DecodeWorkspace};
+use vt_kernels::cuda::attention::{Attention, AttentionBatch, DecodeWorkspace, ProjectedHeads};
 use vt_kernels::cuda::elementwise::{Columns, ElementwiseKernels, Placing};
 use vt_kernels::cuda::gemm::{DeviceMatrix, EmbeddingKernels, ExpertGroups, Gemm, GemmRequest, OutType};
 use vt_kernels::cuda::kv_cache::{CudaKvCache, KvScales};
@@ -218,24 +218,32 @@ impl Pass<'_> {
     /// From `normed` to `inner`.
     fn attention(&self, index: usize, layer: &DeviceLayer, config: &LayerConfig) -> Result<(), CudaError> {
         let (model, tokens) = (self.config, self.shape.tokens);
-        let (projected, inner) = (self.at(self.layout.projected), self.at(self.layout.inner));
+        let (projected_at, inner) = (self.at(self.layout.projected), self.at(self.layout.inner));
         let [q_at, k_at, v_at] = layer.heads_at;
         let stride = layer.qkv.stride;
-        self.project(&layer.qkv, self.at(self.layout.normed), tokens, Target::Bf16(projected), stride)?;
+        self.project(&layer.qkv, self.at(self.layout.normed), tokens, Target::Bf16(projected_at), stride)?;
+        let half = self.network.ropes[config.rope].half;
+        let (decoding, angles) = (self.shape.decode, self.at(self.layout.angles[config.rope]));
+        let norms = layer.head_norms.map(|(q, k)| (self.constant(q), self.constant(k)));
+        let attention = &self.kernels.attention;
+        let projected = ProjectedHeads { keys_at: k_at, values_at: v_at, norms, eps: model.rms_norm_eps, angles };
+        let projected = (decoding > 0 && attention.takes_projected(self.cache, half)).then_some(&projected);
+        // Rows that decode prepares itself come first.
+        let prepared = if projected.is_some() { decoding } else { 0 };
         let rows = HeadRows {
-            x: projected,
+            x: projected_at + (2 * prepared * stride) as u64,
             stride,
             queries: (q_at, model.num_heads),
             keys_at: k_at,
             values_at: v_at,
-            norms: layer.head_norms.map(|(q, k)| (self.constant(q), self.constant(k))),
+            norms,
             eps: model.rms_norm_eps,
-            angles: self.at(self.layout.angles[config.rope]),
-            half: self.network.ropes[config.rope].half,
-            slots: self.sent(self.step.slots),
+            angles: angles + (8 * prepared * half) as u64,
+            half,
+            slots: self.sent(self.step.slots) + 4 * prepared as u64,
         };
         let scales = self.kv_scales[index];
-        self.kernels.norm.heads_to_cache(self.stream, &rows, self.cache, index, scales, tokens)?;
+        self.kernels.norm.heads_to_cache(self.stream, &rows, self.cache, index, scales, tokens - prepared)?;
         let shape = AttentionShape {
             heads: model.num_heads,
             scale: model.attention_scale,
@@ -245,31 +253,30 @@ impl Pass<'_> {
         let table_stride = self.step.table_stride;
         let tables = self.sent(self.step.tables);
         let batch = AttentionBatch {
-            x: projected,
+            x: projected_at,
             stride,
             queries_at: q_at,
             out: inner,
             out_stride: model.query_rows(),
-            sequences: self.shape.decode,
+            sequences: decoding,
             starts: self.sent(self.step.decode_rows),
             lengths: self.sent(self.step.decode_lengths),
             block_tables: tables,
             table_stride,
         };
-        let attention = &self.kernels.attention;
-        if self.shape.decode > 0 {
-            let scratch = self.at(self.layout.attention);
-            attention.decode(self.stream, &shape, self.cache, index, scales, &batch, self.decode, scratch)?;
+        if decoding > 0 {
+            let (cache, scratch) = (self.cache, self.at(self.layout.attention));
+            attention.decode(self.stream, &shape, cache, index, scales, &batch, projected, self.decode, scratch)?;
         }
         if self.shape.runs > 0 {
             let batch = AttentionBatch {
                 sequences: self.shape.runs,
                 starts: self.sent(self.step.run_starts),
                 lengths: self.sent(self.step.run_lengths),
-                block_tables: tables + 4 * (self.shape.decode * table_stride) as u64,
+                block_tables: tables + 4 * (decoding * table_stride) as u64,
                 ..batch
             };
-            attention.prefill(self.stream, &shape, self.cache, index, scales, &batch, tokens - self.shape.decode)?;
+            attention.prefill(self.stream, &shape, self.cache, index, scales, &batch, tokens - decoding)?;
         }
         Ok(())
     }
