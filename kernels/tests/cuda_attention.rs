@@ -504,8 +504,7 @@ fn decode_prepares_heads_itself() {
             caches.device.memory().write(0, &before).unwrap();
             let (out, arrays) = (launch.out(), launch.arrays(steps));
             let batch = AttentionBatch { x: memory.address(), ..launch.batch(&arrays, &out) };
-            let projected =
-                ProjectedHeads { keys_at, values_at, norms, eps: 1e-5, angles: angles.address() };
+            let projected = ProjectedHeads { keys_at, values_at, norms, eps: 1e-5, angles: angles.address() };
             let given = HeadRows {
                 x: memory.address(),
                 stride,

@@ -10,7 +10,7 @@ use half::{bf16, f16};
 use vt_bundle::codec::ggml::raw;
 use vt_kernels::activation::{self, Gate};
 use vt_kernels::cuda::elementwise::{Columns, ElementwiseKernels, Placing};
-use vt_kernels::cuda::gemm::{DeviceMatrix, EmbeddingKernels, Gemm};
+use vt_kernels::cuda::gemm::{DeviceMatrix, EmbeddingKernels, Gemm, GemmInput, GemmRequest, OutType};
 use vt_kernels::cuda::kv_cache::{CudaKvCache, CudaKvType, KvRows, KvScales, KvWriter, NO_SLOT};
 use vt_kernels::cuda::norm::{HeadRows, NormKernels};
 use vt_kernels::cuda::{CudaGraph, DeviceMemory, Inbox, Outbox};
@@ -214,6 +214,75 @@ fn e4m3(code: u8) -> f32 {
     let (exponent, mantissa) = (i32::from(code >> 3 & 15), f32::from(code & 7));
     let magnitude = if exponent == 0 { mantissa / 512.0 } else { (1.0 + mantissa / 8.0) * 2f32.powi(exponent - 7) };
     if code & 0x80 == 0 { magnitude } else { -magnitude }
+}
+
+/// A product that makes its activations, against the kernels for that and the product of what they left.
+#[test]
+fn products_make_activations() {
+    let Some(device) = Device::open() else { return };
+    let (norm, elementwise) =
+        (NormKernels::new(&device.context).unwrap(), ElementwiseKernels::new(&device.context).unwrap());
+    let (gemm, mut random) = (Gemm::new(&device.context).unwrap(), Random(21));
+    let cases = encodings();
+    let named = |decode: &str| cases.iter().find(|case| case.spec.decode == decode).unwrap();
+    for (decode, k, parts, rows) in [
+        ("nvfp4.modelopt@1", 4096, vec![4096, 1024, 1024], 1),
+        ("nvfp4.modelopt@1", 4096, vec![12288, 12288], 2),
+        ("nvfp4.modelopt@1", 12288, vec![4096], 4),
+        ("q4_1.ggml@1", 576, vec![3072], 3),
+        ("fp8.channel.bf16@1", 64, vec![128], 1),
+        ("int4.symmetric.f16@1", 24576, vec![512], 4),
+    ] {
+        let matrix = named(decode).matrix(k, &parts, &mut random);
+        let matrix = DeviceMatrix::upload(&device.context, &matrix.weight()).unwrap();
+        let n = matrix.padded_n() as usize;
+        let workspace = device.bytes(&vec![0; gemm.workspace_bytes(&matrix, rows as u32) as usize]);
+        assert!(gemm.makes_inputs(&matrix, rows as u32) && !gemm.makes_inputs(&matrix, 9));
+        let request = |x: u64, x_stride: usize, out: &DeviceMemory| GemmRequest {
+            x,
+            x_stride: x_stride as u32,
+            m: rows as u32,
+            out: out.address(),
+            out_type: OutType::F32,
+            out_stride: n as u32,
+            bias: None,
+            accumulate: false,
+            deterministic: false,
+        };
+        let (stream, scratch) = (&device.stream, workspace.address());
+        let result = || device.floats(&vec![POISON; rows * n]);
+        let made = device.halves(&vec![POISON; rows * k]);
+
+        let (x, weight) = (random.activations(rows * (k + 4)), random.activations(k));
+        let strided = device.floats(&x);
+        let dense: Vec<f32> = x.chunks(k + 4).flat_map(|row| &row[..k]).copied().collect();
+        let (dense, weights) = (device.floats(&dense), device.floats(&weight));
+        norm.rms_norm(stream, dense.address(), None, rows, k, weights.address(), 1e-5, made.address()).unwrap();
+        let (apart, itself) = (result(), result());
+        gemm.launch(stream, &matrix, &request(made.address(), k, &apart), scratch).unwrap();
+        let input = GemmInput::Normed { weight: weights.address(), eps: 1e-5 };
+        gemm.launch_made(stream, &matrix, &request(strided.address(), k + 4, &itself), input, scratch).unwrap();
+        let (apart, itself) = (device.read_floats(&apart), device.read_floats(&itself));
+        // Squares are added in another order, so that an activation is a step of bf16 away now and then.
+        let most = apart.iter().fold(0.0f32, |most, v| most.max(v.abs()));
+        for (i, (a, b)) in apart.iter().zip(&itself).enumerate() {
+            assert!((a - b).abs() <= 0.005 * most, "{decode}, K {k}, {rows} rows: element {i} is {b}, expected {a}");
+        }
+
+        let (stride, up_at) = (2 * k + 24, k + 8);
+        let x = device.halves(&random.activations(rows * stride));
+        for gate in [Gate::Silu, Gate::GeluTanh] {
+            let (apart, itself) = (result(), result());
+            elementwise.gated(stream, gate, x.address(), rows, stride, 0, up_at, k, made.address()).unwrap();
+            gemm.launch(stream, &matrix, &request(made.address(), k, &apart), scratch).unwrap();
+            let input = GemmInput::Gated { gate, up_at: up_at as u32 };
+            gemm.launch_made(stream, &matrix, &request(x.address(), stride, &itself), input, scratch).unwrap();
+            assert_eq!(device.read_floats(&apart), device.read_floats(&itself), "{decode}, K {k}, {gate:?}");
+            let beyond = GemmInput::Gated { gate, up_at: (k + 32) as u32 };
+            let refused = request(x.address(), stride, &made);
+            assert!(gemm.launch_made(stream, &matrix, &refused, beyond, scratch).is_err());
+        }
+    }
 }
 
 #[test]

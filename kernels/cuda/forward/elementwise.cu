@@ -3,24 +3,13 @@
 // Axes: T tokens, R rows of logits, K in-features, V rows of the head. Grids are (rows, columns): x has no limit that a step
 // could reach.
 
+#include "common/gates.cuh"
 #include "common/order.cuh"
 #include "forward/floats.cuh"
 
 namespace {
 
 using namespace vt;
-
-__device__ __forceinline__ float silu(float x) { return x / (1.0f + __expf(-x)); }
-
-// GELU in its tanh form.
-__device__ __forceinline__ float gelu_tanh(float x) {
-    constexpr float kRoot = 0.7978845608028654f;  // sqrt(2 / pi)
-    return 0.5f * x * (1.0f + tanhf(kRoot * (x + 0.044715f * x * x * x)));
-}
-
-constexpr uint32_t kSilu = 0;
-
-__device__ __forceinline__ float gate(uint32_t kind, float g, float u) { return (kind == kSilu ? silu(g) : gelu_tanh(g)) * u; }
 
 struct alignas(16) Bf16x8 {
     __nv_bfloat162 pairs[4];

@@ -5,8 +5,11 @@
 
 #include "common/types.cuh"
 
+/// What `x` of a request holds.
+enum Input : u32 { INPUT_ROWS, INPUT_NORMED, INPUT_GATED };
+
 struct Request {
-    /// bf16 `[M, x_stride]`.
+    /// bf16 `[M, x_stride]`; f32 where they are to be normed.
     const u16 *x;
     /// f32 or bf16 `[M, out_stride]`.
     void *out;
@@ -22,6 +25,13 @@ struct Request {
     u32 out_bf16;
     /// Adds to what is there (f32 only).
     u32 accumulate;
+    /// An `Input`. Kernels that make no activations are given INPUT_ROWS.
+    u32 input;
+    /// Of INPUT_NORMED: what is added to the mean square, and the weights, f32 `[K]`.
+    float eps;
+    const float *weight;
+    /// Of INPUT_GATED: the gate, and the elements from a gate to what it is multiplied with.
+    u32 gate, up_at;
 };
 
 /// Rows that a block of threads works on.

@@ -10,6 +10,7 @@
 #include "common/async.cuh"
 #include "common/order.cuh"
 #include "gemm/encodings.cuh"
+#include "gemm/inputs.cuh"
 #include "gemm/request.cuh"
 #include "gemm/tiled.cuh"
 
@@ -511,9 +512,15 @@ template <class E, u32 MB, u32 NT, u32 WN, u32 WK, u32 D> struct SmallProduct {
             fetch(ring + d * S::STAGE);
             copy_commit();
         }
+        NormWeights<S::THREADS> norm_weights;
+        if (MAKES_INPUTS && r.input == INPUT_NORMED) {
+            norm_weights.load(r, slots_of(0, min(chunk, count)));
+        }
         // The weights are nobody's result: their way began while the kernel before this one was still at work.
         wait_for_previous();
-        if (p.x_whole) {
+        if (MAKES_INPUTS && r.input != INPUT_ROWS) {
+            make_inputs(0, min(chunk, count), norm_weights);
+        } else if (p.x_whole) {
             fetch_x(0, p.units, 0);
         } else {
             fetch_chunk(0, min(chunk, count));
@@ -528,7 +535,14 @@ template <class E, u32 MB, u32 NT, u32 WN, u32 WK, u32 D> struct SmallProduct {
             const u32 stop = min(start + chunk, count);
             if (start != 0) {
                 __syncthreads();
-                fetch_chunk(start, stop);
+                if (MAKES_INPUTS && r.input != INPUT_ROWS) {
+                    if (r.input == INPUT_NORMED) {
+                        norm_weights.load(r, slots_of(start, stop));
+                    }
+                    make_inputs(start, stop, norm_weights);
+                } else {
+                    fetch_chunk(start, stop);
+                }
                 copy_commit();
                 copy_wait<0>();
                 __syncthreads();
@@ -554,6 +568,24 @@ template <class E, u32 MB, u32 NT, u32 WN, u32 WK, u32 D> struct SmallProduct {
                     reduce(group, from, done, range);
                 }
             }
+        }
+    }
+
+    /// Whether the kernel makes activations where it is asked to.
+    static constexpr bool MAKES_INPUTS = MB == 1;
+
+    /// Slots of the block's units `from` to `end`, or of all units.
+    __device__ __forceinline__ Slots slots_of(u32 from, u32 end) const {
+        return p.x_whole ? Slots{0, p.units, p.units} : Slots{(first + from) % p.units, end - from, p.units};
+    }
+
+    /// Makes the activations of the block's units `from` to `end`.
+    __device__ __forceinline__ void make_inputs(u32 from, u32 end, const NormWeights<S::THREADS> &weights) const {
+        const Slots slots = slots_of(from, end);
+        if (r.input == INPUT_NORMED) {
+            norm_rows<S::THREADS>(r, m0, rows, slots, x, x_pitch, weights, sums);
+        } else {
+            gate_rows<S::THREADS>(r, m0, rows, slots, x, x_pitch);
         }
     }
 

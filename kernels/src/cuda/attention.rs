@@ -179,8 +179,7 @@ impl DecodeWorkspace {
         let records = sequences.checked_mul(chunks)?.checked_mul(heads)?;
         let stat_bytes = records.checked_mul(8)?.checked_next_multiple_of(256)? as u64;
         let bytes = records.checked_mul(cache.head_dim)?.checked_mul(4)?;
-        let bytes =
-            arrival_bytes.checked_add(first_bytes)?.checked_add(stat_bytes)?.checked_add(bytes as u64)?;
+        let bytes = arrival_bytes.checked_add(first_bytes)?.checked_add(stat_bytes)?.checked_add(bytes as u64)?;
         Some(Self { sequences, max_context, arrival_bytes, first_bytes, stat_bytes, bytes })
     }
 

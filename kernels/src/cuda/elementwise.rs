@@ -59,6 +59,14 @@ fn grid(rows: usize, width: usize, per_thread: usize) -> [u32; 3] {
     [rows as u32, columns as u32, 1]
 }
 
+/// As in `cuda/common/gates.cuh`.
+pub(super) fn gate_code(gate: Gate) -> u32 {
+    match gate {
+        Gate::Silu => 0,
+        Gate::GeluTanh => 1,
+    }
+}
+
 impl ElementwiseKernels {
     /// Loads them.
     ///
@@ -113,10 +121,7 @@ impl ElementwiseKernels {
         width: usize,
         out: u64,
     ) -> Result<(), CudaError> {
-        let kind: u32 = match gate {
-            Gate::Silu => 0,
-            Gate::GeluTanh => 1,
-        };
+        let kind = gate_code(gate);
         let aligned = [stride, gate_at, up_at, width].iter().all(|n| n.is_multiple_of(WIDE))
             && [x, out].iter().all(|a| a.is_multiple_of(16));
         let wide = u32::from(aligned);

@@ -44,5 +44,6 @@ pub(super) fn check(
         n,
         out_bf16: u32::from(request.out_type == OutType::Bf16),
         accumulate: u32::from(request.accumulate),
+        ..Request::default()
     })
 }

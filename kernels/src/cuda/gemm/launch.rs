@@ -1,10 +1,12 @@
 //! The kernels of a device, and the choice among them.
 
 use super::hopper::Hopper;
+use super::input::MAX_ROWS;
 use super::matrix::Form;
 use super::params::{Raw, Request, Rows, float_type};
 use super::small::SmallKernels;
-use super::{DeviceMatrix, ExpertGroups, GemmRequest, checks};
+use super::{DeviceMatrix, ExpertGroups, GemmInput, GemmRequest, checks};
+use crate::cuda::error::require;
 use crate::cuda::module::{Function, Module, arguments};
 use crate::cuda::{CudaContext, CudaError, CudaStream, DeviceMemory};
 use crate::weight::FloatType;
@@ -91,6 +93,31 @@ impl Gemm {
             self.generic(stream, matrix, &checked, 1)?;
         }
         Ok(())
+    }
+
+    /// Whether [`Gemm::launch_made`] takes a matrix and `m` rows.
+    pub fn makes_inputs(&self, matrix: &DeviceMatrix, m: u32) -> bool {
+        let Form::Tiled { params, reading: Some(reading), .. } = &matrix.form else { return false };
+        m <= MAX_ROWS && self.small.choose(reading, params, m, None, false).is_some_and(|chosen| chosen.makes_inputs())
+    }
+
+    /// As [`Gemm::launch`], of activations that the product makes from what the rows hold.
+    ///
+    /// # Errors
+    /// As for [`Gemm::launch`]; [`CudaError::Unsupported`] where [`Gemm::makes_inputs`] says no, or results are to be
+    /// deterministic.
+    pub fn launch_made(
+        &self,
+        stream: &CudaStream,
+        matrix: &DeviceMatrix,
+        request: &GemmRequest,
+        input: GemmInput,
+        workspace: u64,
+    ) -> Result<(), CudaError> {
+        let checked = input.complete(matrix, request, &checks::check(matrix, request, None)?)?;
+        let takes = !request.deterministic && self.makes_inputs(matrix, request.m);
+        require(takes, "gemm", || format!("activations made from {} rows", request.m))?;
+        self.small(stream, matrix, request, &checked, None, workspace + self.hopper_bytes()).map(drop)
     }
 
     /// Starts products of each expert's matrix with the rows that were routed to it. `matrix` is expert 0, `request.m` all

@@ -3,6 +3,7 @@
 //! - `params`: what kernels are given, and the sizes of it;
 //! - [`DeviceMatrix`]: a matrix as a bundle stores it, checked against its geometry once;
 //! - `checks`: what a launch may ask for;
+//! - [`GemmInput`]: activations that a product makes itself;
 //! - `hopper`: products with many rows on Hopper;
 //! - `small`: products with few rows, limited by the reading of the weights;
 //! - [`Gemm`]: the kernels of a device, and the choice among them.
@@ -13,12 +14,14 @@
 mod checks;
 mod embed;
 mod hopper;
+mod input;
 mod launch;
 mod matrix;
 mod params;
 mod small;
 
 pub use embed::EmbeddingKernels;
+pub use input::GemmInput;
 pub use launch::Gemm;
 pub use matrix::{DeviceMatrix, DevicePlane};
 

@@ -22,6 +22,11 @@ pub(super) struct Request {
     pub n: u32,
     pub out_bf16: u32,
     pub accumulate: u32,
+    pub input: u32,
+    pub eps: f32,
+    pub weight: u64,
+    pub gate: u32,
+    pub up_at: u32,
 }
 
 #[repr(C)]

@@ -4,7 +4,9 @@
 //! Axes: T tokens, K in-features, N out-features, D elements of a head.
 
 use super::constants::Constant;
-use super::network::{DeviceExperts, DeviceFeedForward, DeviceLayer, DeviceMlp, DeviceProjection, Network};
+use super::network::{
+    DeviceExperts, DeviceFeedForward, DeviceLayer, DeviceMlp, DeviceProduct, DeviceProjection, Network,
+};
 use super::step::{StepLayout, StepShape};
 use super::workspace::WorkspaceLayout;
 use crate::model::config::{Activation, LayerConfig, ModelConfig};
@@ -14,7 +16,7 @@ use vt_kernels::activation::Gate;
 use vt_kernels::attention::AttentionShape;
 use vt_kernels::cuda::attention::{Attention, AttentionBatch, DecodeWorkspace, ProjectedHeads};
 use vt_kernels::cuda::elementwise::{Columns, ElementwiseKernels, Placing};
-use vt_kernels::cuda::gemm::{DeviceMatrix, EmbeddingKernels, ExpertGroups, Gemm, GemmRequest, OutType};
+use vt_kernels::cuda::gemm::{DeviceMatrix, EmbeddingKernels, ExpertGroups, Gemm, GemmInput, GemmRequest, OutType};
 use vt_kernels::cuda::kv_cache::{CudaKvCache, KvScales};
 use vt_kernels::cuda::moe::{ExpertRows, MoeKernels, Routing, RoutingTables};
 use vt_kernels::cuda::norm::{HeadRows, NormKernels};
@@ -181,19 +183,19 @@ impl Pass<'_> {
 
     fn layer(&self, index: usize, layer: &DeviceLayer, config: &LayerConfig) -> Result<(), CudaError> {
         let tokens = self.shape.tokens;
-        self.norm(layer.input_norm, None, tokens)?;
         self.attention(index, layer, config)?;
         let inner = self.at(self.layout.inner);
         // With a norm of its own, a block's output is added together with the norm that follows.
         self.block(layer.post_attention_norm, Some(layer.feed_forward_norm), |target| {
             self.project(&layer.output, inner, tokens, target, self.config.hidden_size)
         })?;
-        if layer.post_attention_norm.is_none() {
-            self.norm(layer.feed_forward_norm, None, tokens)?;
-        }
+        let norm = layer.post_attention_norm.is_none().then_some(layer.feed_forward_norm);
         self.block(layer.post_feed_forward_norm, None, |target| match &layer.feed_forward {
-            DeviceFeedForward::Dense(mlp) => self.mlp(mlp, target),
-            DeviceFeedForward::Experts(experts) => self.experts(experts, target),
+            DeviceFeedForward::Dense(mlp) => self.mlp(mlp, norm, target),
+            DeviceFeedForward::Experts(experts) => {
+                norm.map_or(Ok(()), |norm| self.norm(norm, None, tokens))?;
+                self.experts(experts, target)
+            }
         })
     }
 
@@ -215,13 +217,13 @@ impl Pass<'_> {
         norm.post_norm_add(self.stream, block, self.constant(post), residual, next, tokens, width, eps)
     }
 
-    /// From `normed` to `inner`.
+    /// From the residual stream to `inner`.
     fn attention(&self, index: usize, layer: &DeviceLayer, config: &LayerConfig) -> Result<(), CudaError> {
         let (model, tokens) = (self.config, self.shape.tokens);
         let (projected_at, inner) = (self.at(self.layout.projected), self.at(self.layout.inner));
         let [q_at, k_at, v_at] = layer.heads_at;
         let stride = layer.qkv.stride;
-        self.project(&layer.qkv, self.at(self.layout.normed), tokens, Target::Bf16(projected_at), stride)?;
+        self.project_normed(layer.input_norm, &layer.qkv, Target::Bf16(projected_at))?;
         let half = self.network.ropes[config.rope].half;
         let (decoding, angles) = (self.shape.decode, self.at(self.layout.angles[config.rope]));
         let norms = layer.head_norms.map(|(q, k)| (self.constant(q), self.constant(k)));
@@ -296,12 +298,24 @@ impl Pass<'_> {
         self.kernels.elementwise.gated(self.stream, self.gate(), x, rows, stride, gate_at, up_at, width, out)
     }
 
-    fn mlp(&self, mlp: &DeviceMlp, target: Target) -> Result<(), CudaError> {
-        let tokens = self.shape.tokens;
-        let (x, projected) = (self.at(self.layout.normed), self.at(self.layout.projected));
-        self.project(&mlp.gate_up, x, tokens, Target::Bf16(projected), mlp.gate_up.stride)?;
+    /// `norm`: of the residual stream, where `normed` does not hold it yet.
+    fn mlp(&self, mlp: &DeviceMlp, norm: Option<Constant>, target: Target) -> Result<(), CudaError> {
+        let (tokens, hidden) = (self.shape.tokens, self.config.hidden_size);
+        let (gate_up, projected) = (&mlp.gate_up, self.at(self.layout.projected));
+        let to = Target::Bf16(projected);
+        match norm {
+            Some(norm) => self.project_normed(norm, gate_up, to)?,
+            None => self.project(gate_up, self.at(self.layout.normed), tokens, to, gate_up.stride)?,
+        }
+        let [gate_at, up_at] = mlp.columns;
+        let aligned = [gate_at, up_at, gate_up.stride].iter().all(|n| n.is_multiple_of(8));
+        if aligned && up_at > gate_at && self.makes_inputs(&mlp.down) {
+            let input = GemmInput::Gated { gate: self.gate(), up_at: (up_at - gate_at) as u32 };
+            let x = (projected + 2 * gate_at as u64, gate_up.stride);
+            return self.project_made(&mlp.down, x, input, target, hidden);
+        }
         self.gated(mlp, tokens)?;
-        self.project(&mlp.down, self.at(self.layout.inner), tokens, target, self.config.hidden_size)
+        self.project(&mlp.down, self.at(self.layout.inner), tokens, target, hidden)
     }
 
     fn experts(&self, experts: &DeviceExperts, target: Target) -> Result<(), CudaError> {
@@ -369,6 +383,44 @@ impl Pass<'_> {
 
     fn multiply(&self, matrix: &DeviceMatrix, request: &GemmRequest) -> Result<(), CudaError> {
         self.kernels.gemm.launch(self.stream, matrix, request, self.at(self.layout.gemm))
+    }
+
+    /// A projection of the residual stream, normed.
+    fn project_normed(&self, norm: Constant, projection: &DeviceProjection, target: Target) -> Result<(), CudaError> {
+        let (tokens, stride) = (self.shape.tokens, projection.stride);
+        if self.makes_inputs(projection) {
+            let input = GemmInput::Normed { weight: self.constant(norm), eps: self.config.rms_norm_eps };
+            let x = (self.at(self.layout.residual), self.config.hidden_size);
+            return self.project_made(projection, x, input, target, stride);
+        }
+        self.norm(norm, None, tokens)?;
+        self.project(projection, self.at(self.layout.normed), tokens, target, stride)
+    }
+
+    /// Whether products make their activations themselves, with as few tokens as there are.
+    fn makes_inputs(&self, projection: &DeviceProjection) -> bool {
+        let rows = self.shape.tokens as u32;
+        let makes = |p: &DeviceProduct| p.input_scale.is_none() && self.kernels.gemm.makes_inputs(&p.matrix, rows);
+        !self.deterministic && projection.placed.is_none() && projection.products.iter().all(makes)
+    }
+
+    /// A projection of what products make of rows at an address, so many elements apart.
+    fn project_made(
+        &self,
+        projection: &DeviceProjection,
+        (x, x_stride): (u64, usize),
+        input: GemmInput,
+        target: Target,
+        stride: usize,
+    ) -> Result<(), CudaError> {
+        for product in &projection.products {
+            let mut request = self.request(x, x_stride, self.shape.tokens, target, stride);
+            request.out += target.element() * product.column as u64;
+            request.bias = product.bias.map(|bias| self.constant(bias));
+            let scratch = self.at(self.layout.gemm);
+            self.kernels.gemm.launch_made(self.stream, &product.matrix, &request, input, scratch)?;
+        }
+        Ok(())
     }
 
     /// A projection of `x` bf16 `[rows, K]` to rows of `target` that are `stride` elements apart.
