@@ -34,6 +34,7 @@ const SOURCES: &[&str] = &[
     "gemm/rows",
     "gemm_hopper/floats",
     "gemm_hopper/integers",
+    "gemm_hopper/rows",
     "gemm/small_float",
     "gemm/small_ggml",
     "gemm/small_integer",

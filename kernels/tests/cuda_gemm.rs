@@ -174,6 +174,12 @@ fn rows_of_floats() {
             (130, 48, 9),
             (700, 1000, 16),
             (100, 2056, 70),
+            // Enough columns for the kernels of Hopper.
+            (17_001, 72, 1),
+            (17_001, 72, 9),
+            (16_900, 200, 50),
+            (16_900, 200, 133),
+            (16_950, 64, 20),
         ];
         for (i, (n, k, m)) in shapes.into_iter().enumerate() {
             let mut data = Vec::new();

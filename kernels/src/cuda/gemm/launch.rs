@@ -174,6 +174,14 @@ impl Gemm {
             return Ok(false);
         }
         if let Form::Rows(rows) = &matrix.form {
+            if let Some(hopper) = &self.hopper
+                && rows.dtype == float_type(FloatType::Bf16)
+                && experts.is_none()
+                && !request.deterministic
+                && hopper.launch_rows(stream, rows, checked)?
+            {
+                return Ok(true);
+            }
             return self.rows(stream, rows, checked, experts);
         }
         let Form::Tiled { params, reading: Some(reading), .. } = &matrix.form else { return Ok(false) };

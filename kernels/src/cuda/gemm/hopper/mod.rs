@@ -3,19 +3,22 @@
 //!
 //! - `encodings`: which matrices the kernels read, and how;
 //! - `schedule`: tiles, and who computes which;
+//! - `rows`: row-major bf16 matrices of many rows, with any number of activations;
 //! - here: the kernels of a device, tensor maps, launches.
 
 mod encodings;
+mod rows;
 mod schedule;
 
 use super::matrix::Form;
-use super::params::Request;
+use super::params::{Request, Rows};
 use super::{DeviceMatrix, ExpertGroups};
 use crate::cuda::error::Named;
 use crate::cuda::module::{Function, Module, arguments};
 use crate::cuda::{CudaContext, CudaError, CudaStream};
 use cudarc::driver::sys::{self, CUtensorMapDataType as DataType, CUtensorMapSwizzle as Swizzle};
 use encodings::{ENCODINGS, Encoding, MAX_PARTS, Reading};
+use rows::RowKernels;
 use schedule::{Plan, SHAPES, Schedule};
 use std::ffi::CString;
 use std::sync::Arc;
@@ -63,6 +66,7 @@ struct Arguments {
 pub(super) struct Hopper {
     /// By encoding and shape.
     functions: Vec<Vec<Function>>,
+    rows: RowKernels,
     multiprocessors: u32,
 }
 
@@ -86,7 +90,8 @@ impl Hopper {
             }
             functions.push(of_shapes);
         }
-        Ok(Some(Self { functions, multiprocessors: context.attributes().multiprocessors }))
+        let (rows, multiprocessors) = (RowKernels::new(context)?, context.attributes().multiprocessors);
+        Ok(Some(Self { functions, rows, multiprocessors }))
     }
 
     /// Bytes at the start of a workspace that belong to these kernels, whatever the product: flags, which are zero between
@@ -94,6 +99,14 @@ impl Hopper {
     pub(super) fn workspace_bytes(&self) -> u64 {
         let most = SHAPES.iter().map(|shape| shape.floats()).max().unwrap_or(0);
         FLAG_BYTES + u64::from(self.multiprocessors) * u64::from(most) * 4
+    }
+
+    /// Starts a product with a row-major bf16 matrix, where there is a kernel for it, and says whether it did.
+    ///
+    /// # Errors
+    /// [`CudaError::Call`].
+    pub(super) fn launch_rows(&self, stream: &CudaStream, rows: &Rows, request: &Request) -> Result<bool, CudaError> {
+        self.rows.launch(stream, rows, request)
     }
 
     /// How the kernels read the matrix, where they are the ones for this product.
