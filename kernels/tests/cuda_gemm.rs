@@ -160,6 +160,24 @@ fn every_encoding() {
     }
 }
 
+/// One row has kernels of its own in NVFP4: units of K that fill its eight groups and that do not, blocks that share columns and
+/// that do not.
+#[test]
+fn one_row_of_nvfp4() {
+    let Some(device) = Products::open() else { return };
+    let random = &mut Random(17);
+    let cases = encodings();
+    for case in cases.iter().filter(|case| case.spec.decode.starts_with("nvfp4.") && case.group == 16) {
+        let shapes = [(32, 64), (96, 1500), (4096, 300), (12_288, 1000), (224, 20_500), (640, 24_576), (4096, 6144)];
+        for (i, (k, n)) in shapes.into_iter().enumerate() {
+            let matrix = case.matrix(k, &[n], random);
+            let what = format!("{}, one row", case.spec.decode);
+            check(&device, &what, &matrix.weight(), &whole(n as usize), 1, FORMS[i % FORMS.len()], random.next());
+            check(&device, &what, &matrix.weight(), &whole(n as usize), 1, PLAIN, random.next());
+        }
+    }
+}
+
 #[test]
 fn rows_of_floats() {
     let Some(device) = Products::open() else { return };
