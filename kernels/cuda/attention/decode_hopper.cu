@@ -2,8 +2,8 @@
 // elements in bf16 and of 128 in bf16 and E4M3, with up to eight query heads each.
 //
 // Of a thread block, one warp copies stored blocks into a ring in shared memory, far ahead of their use and across units;
-// four compute; three merge the four's sums, head by head, and write them, so that the others do not wait for that. Whoever
-// leaves the last chunk of a head merges them all.
+// four compute; three merge the four's sums, head by head, and write them, so that the others do not wait for that. A
+// sequence's last chunk collects what the chunks before leave.
 //
 // The kernel may be given the heads as they were projected. Then it norms and rotates them itself, writes the token's key and
 // value into the cache, and needs nothing else of the step: what the cache holds of earlier steps is on its way before the
@@ -145,8 +145,9 @@ __device__ __forceinline__ void compute(const Decode& p, const uint32_t* prefix,
     Unit u = vt::unit_of(p, prefix, blockIdx.x);
     vt::Queries<D, 1> q;
     vt::Turns<D> turns;
+    wait_for_previous();
     q.load(p, u, lane);
-    if (projected) turns.load(p, p.rows[u.sequence], lane);
+    if (projected) turns.load(p, u.row, lane);
     for (uint32_t index = blockIdx.x; index < units; ++turn) {
         const uint32_t first = first_block(u), end = end_block(u), stages = stages_of(end - first);
         // The last block of the last chunk holds the token itself.
@@ -163,7 +164,7 @@ __device__ __forceinline__ void compute(const Decode& p, const uint32_t* prefix,
         if (index < units) {
             following = vt::unit_of(p, prefix, index);
             following_q.load(p, following, lane);
-            if (projected) following_turns.load(p, p.rows[following.sequence], lane);
+            if (projected) following_turns.load(p, following.row, lane);
         }
         vt::Sums<D, 1> sums;
         sums.clear();
@@ -174,8 +175,7 @@ __device__ __forceinline__ void compute(const Decode& p, const uint32_t* prefix,
             const uint32_t keys = ring + stage * R::kStageBytes, values = keys + R::kStageBytes / 2;
             if (has_token && block + 1 == end) {
                 const uint32_t slot = (u.end - 1) % kBlockLen;
-                const uint32_t stored = p.block_tables[static_cast<uint64_t>(u.sequence) * p.table_stride + block];
-                token.write(p, u, weights + D, stored, slot, lane, [&](bool value, uint32_t element) {
+                token.write(p, u, weights + D, slot, lane, [&](bool value, uint32_t element) {
                     return place_of<T>(value ? values : keys, slot, element);
                 });
                 // Before the next copy into the stage.
@@ -206,6 +206,85 @@ __device__ __forceinline__ void compute(const Decode& p, const uint32_t* prefix,
     }
 }
 
+// -0 instead of 0, which means that nothing is there yet.
+__device__ __forceinline__ float marked(float v) { return v == 0.0f ? -0.0f : v; }
+
+// Leaves a chunk's sums of a head for the sequence's last chunk.
+__device__ __forceinline__ void leave(const Decode& p, uint64_t record, uint32_t d, float4 sum, float most, float weight) {
+    const float4 v = make_float4(marked(sum.x), marked(sum.y), marked(sum.z), marked(sum.w));
+    __stcg(reinterpret_cast<float4*>(p.partial + record * p.dim + d), v);
+    if (d == 0) __stcg(p.stats + record, make_float2(marked(most), marked(weight)));
+}
+
+// What memory holds now, whatever was read from there before.
+__device__ __forceinline__ float4 load_fresh(const float* from) {
+    float4 v;
+    asm volatile("ld.relaxed.gpu.global.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+                 : "l"(from)
+                 : "memory");
+    return v;
+}
+
+__device__ __forceinline__ float2 load_fresh(const float2* from) {
+    float2 v;
+    asm volatile("ld.relaxed.gpu.global.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "l"(from) : "memory");
+    return v;
+}
+
+__device__ __forceinline__ bool there(float v) { return __float_as_uint(v) != 0; }
+
+// Adds the last chunk's sums of a head to those that the chunks before leave, in order and as soon as they are there, puts zeros
+// in their place, and writes the result. Chunks before are units before: whoever computes them waits for nobody behind.
+template <uint32_t D>
+__device__ __forceinline__ void collect(const Decode& p, const Unit& u, uint32_t head, uint32_t d, float4 own, float own_most,
+                                        float own_weight) {
+    constexpr uint32_t kAtOnce = 4, kLanes = D == 128 ? ~0u : (1u << (D / 4)) - 1;
+    const uint32_t heads = p.kv_heads * p.group, before = u.chunks - 1;
+    float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    float most = -INFINITY, weight = 0.0f;
+    const auto add = [&](float4 v, float2 stat) {
+        const float larger = fmaxf(most, stat.x);
+        const float old = vt::relative(p, most, larger), fresh = vt::relative(p, stat.x, larger);
+        sum.x = sum.x * old + v.x * fresh, sum.y = sum.y * old + v.y * fresh;
+        sum.z = sum.z * old + v.z * fresh, sum.w = sum.w * old + v.w * fresh;
+        weight = weight * old + stat.y * fresh;
+        most = larger;
+    };
+    for (uint32_t base = 0; base < before; base += kAtOnce) {
+        float4 v[kAtOnce];
+        float2 stat[kAtOnce];
+        const auto record_of = [&](uint32_t i) { return static_cast<uint64_t>(u.first_chunk + base + i) * heads + head; };
+        bool complete;
+        do {
+            complete = true;
+#pragma unroll
+            for (uint32_t i = 0; i < kAtOnce; ++i) {
+                if (base + i >= before) continue;
+                v[i] = load_fresh(p.partial + record_of(i) * p.dim + d);
+                stat[i] = load_fresh(p.stats + record_of(i));
+            }
+#pragma unroll
+            for (uint32_t i = 0; i < kAtOnce; ++i) {
+                if (base + i >= before) continue;
+                complete = complete && there(v[i].x) && there(v[i].y) && there(v[i].z) && there(v[i].w) && there(stat[i].x) &&
+                           there(stat[i].y);
+            }
+        } while (!complete);
+        // All lanes have read what one of them clears.
+        __syncwarp(kLanes);
+#pragma unroll
+        for (uint32_t i = 0; i < kAtOnce; ++i) {
+            if (base + i >= before) continue;
+            __stcg(reinterpret_cast<float4*>(p.partial + record_of(i) * p.dim + d), make_float4(0.0f, 0.0f, 0.0f, 0.0f));
+            if (d == 0) __stcg(p.stats + record_of(i), make_float2(0.0f, 0.0f));
+            add(v[i], stat[i]);
+        }
+    }
+    add(own, make_float2(own_most, own_weight));
+    vt::write_out(p, u.row, head, d, sum, weight);
+}
+
 // Merges some heads of every unit.
 template <uint32_t D>
 __device__ __forceinline__ void merge_units(const Decode& p, const uint32_t* prefix, uint32_t units, const Barriers& barriers,
@@ -213,19 +292,15 @@ __device__ __forceinline__ void merge_units(const Decode& p, const uint32_t* pre
     uint32_t turn = 0;
     for (uint32_t index = blockIdx.x; index < units; index += gridDim.x, ++turn) {
         const Unit u = vt::unit_of(p, prefix, index);
+        if (turn == 0) wait_for_previous();
         hopper::barrier_wait(barriers.summed(turn % 2), turn / 2 & 1);
-        vt::merge_warps<kMergers>(p, u, merges[turn % 2], which, lane, [&](uint32_t head) {
-            // What the lanes wrote is there before the chunk is counted, and what is counted is there before it is read.
-            __threadfence();
-            __syncwarp();
-            uint32_t* arrivals = p.arrivals + u.sequence * p.kv_heads * p.group + head;
-            uint32_t before = 0;
-            if (lane == 0) before = atomicAdd(arrivals, 1);
-            if (__shfl_sync(~0u, before, 0) + 1 != u.chunks) return;
-            __threadfence();
-            if (lane == 0) *arrivals = 0;
-            vt::merge_chunks(p, u.sequence, head, u.first_chunk, u.chunks, lane);
-        });
+        const bool last = u.chunk + 1 == u.first_chunk + u.chunks;
+        vt::merge_warps<kMergers>(
+            p, u, merges[turn % 2], which, lane,
+            [&](uint64_t record, uint32_t head, uint32_t d, float4 sum, float most, float weight) {
+                if (last) collect<D>(p, u, head, d, sum, most, weight);
+                else leave(p, record, d, sum, most, weight);
+            });
         hopper::barrier_arrive(barriers.merged(turn % 2));
     }
 }
@@ -270,7 +345,6 @@ __device__ __forceinline__ void decode(const Decode& p, const TensorMap& map) {
         copy_blocks<T, D>(p, map, prefix, units, ring, barriers, lane);
         return;
     }
-    wait_for_previous();
     if (warp < kWarps) compute<T, D>(p, prefix, units, ring, barriers, merges, weights, warp, lane);
     else merge_units<D>(p, prefix, units, barriers, merges, warp - kFirstMerger, lane);
 }

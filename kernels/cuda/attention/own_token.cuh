@@ -138,9 +138,12 @@ struct OwnToken {
     static constexpr uint32_t E = D / 64;
     __nv_bfloat16 low[E], high[E], value[2 * E];
     float2 turns[E];
+    // Where the token is stored.
+    uint32_t block;
 
     __device__ __forceinline__ void load(const Decode& p, const Unit& u, uint32_t lane) {
-        const uint64_t row = p.rows[u.sequence];
+        const uint64_t row = u.row;
+        block = p.block_tables[static_cast<uint64_t>(u.sequence) * p.table_stride + (u.end - 1) / kBlockLen];
         const __nv_bfloat16* x = p.x + row * p.stride + u.head * D;
         load_some<E>(low, x + p.keys_at + E * lane);
         load_some<E>(high, x + p.keys_at + D / 2 + E * lane);
@@ -165,8 +168,8 @@ struct OwnToken {
     // Norms and rotates the key, then writes both into the cache, and to the places in shared memory that `place(values,
     // element)` gives. `weights` are those of the key norm.
     template <typename Place>
-    __device__ __forceinline__ void write(const Decode& p, const Unit& u, const float* weights, uint32_t block, uint32_t slot,
-                                          uint32_t lane, Place place) const {
+    __device__ __forceinline__ void write(const Decode& p, const Unit& u, const float* weights, uint32_t slot, uint32_t lane,
+                                          Place place) const {
         float a[E], b[E], v[2 * E];
         float squares = 0.0f;
 #pragma unroll

@@ -361,12 +361,6 @@ template <class E, u32 MB, u32 NT, u32 WN, u32 WK, u32 D, bool One> struct Small
         load_matrices(b, own ? x_row[0] + slot * x_step[0] : zeros);
         __syncwarp();
         refill();
-        if constexpr (E::RAISE != 0) {
-#pragma unroll
-            for (u32 i = 0; i < 4; ++i) {
-                b[i] = multiply_pairs(b[i], power_pair(E::RAISE));
-            }
-        }
 #pragma unroll
         for (u32 t = 0; t < NT; ++t)
 #pragma unroll
@@ -625,9 +619,7 @@ template <class E, u32 MB, u32 NT, u32 WN, u32 WK, u32 D, bool One> struct Small
         } else {
             fetch_chunk(0, min(chunk, count));
         }
-        copy_commit();
-        copy_wait<0>();
-        __syncthreads();
+        settle_inputs(0, min(chunk, count));
         clear();
         u32 stage = ring, i = wk, begin = 0;
         const u32 ring_end = ring + D * S::STAGE;
@@ -643,9 +635,7 @@ template <class E, u32 MB, u32 NT, u32 WN, u32 WK, u32 D, bool One> struct Small
                 } else {
                     fetch_chunk(start, stop);
                 }
-                copy_commit();
-                copy_wait<0>();
-                __syncthreads();
+                settle_inputs(start, stop);
             }
             while (begin < stop) {
                 const u32 group = (first + begin) / p.units;
@@ -679,6 +669,20 @@ template <class E, u32 MB, u32 NT, u32 WN, u32 WK, u32 D, bool One> struct Small
     /// Whether the kernel makes activations where it is asked to.
     static constexpr bool MAKES_INPUTS = MB == 1;
 
+    /// With one row, activations are raised where they are put into shared memory.
+    static constexpr int RAISED = One ? E::RAISE : 0;
+
+    /// Ends the putting of activations of the block's units `from` to `end` into shared memory.
+    __device__ __forceinline__ void settle_inputs(u32 from, u32 end) const {
+        copy_commit();
+        copy_wait<0>();
+        __syncthreads();
+        if (RAISED != 0 && r.input == INPUT_ROWS) {
+            raise_rows<S::THREADS, RAISED>(rows, slots_of(from, end).count, x, x_pitch);
+            __syncthreads();
+        }
+    }
+
     /// Slots of the block's units `from` to `end`, or of all units.
     __device__ __forceinline__ Slots slots_of(u32 from, u32 end) const {
         return p.x_whole ? Slots{0, p.units, p.units} : Slots{(first + from) % p.units, end - from, p.units};
@@ -688,9 +692,9 @@ template <class E, u32 MB, u32 NT, u32 WN, u32 WK, u32 D, bool One> struct Small
     __device__ __forceinline__ void make_inputs(u32 from, u32 end, const NormWeights<S::THREADS> &weights) const {
         const Slots slots = slots_of(from, end);
         if (r.input == INPUT_NORMED) {
-            norm_rows<S::THREADS>(r, m0, rows, slots, x, x_pitch, weights, sums);
+            norm_rows<S::THREADS, RAISED>(r, m0, rows, slots, x, x_pitch, weights, sums);
         } else {
-            gate_rows<S::THREADS>(r, m0, rows, slots, x, x_pitch);
+            gate_rows<S::THREADS, RAISED>(r, m0, rows, slots, x, x_pitch);
         }
     }
 

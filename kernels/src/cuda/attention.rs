@@ -123,7 +123,6 @@ struct Decode {
     scores: Scores,
     value_scale: f32,
     cache_row: u32,
-    arrivals: u64,
     angles: u64,
     q_norm: u64,
     k_norm: u64,
@@ -163,7 +162,6 @@ struct Prefill {
 pub struct DecodeWorkspace {
     sequences: usize,
     max_context: usize,
-    arrival_bytes: u64,
     first_bytes: u64,
     stat_bytes: u64,
     bytes: u64,
@@ -172,25 +170,19 @@ pub struct DecodeWorkspace {
 impl DecodeWorkspace {
     /// For up to `sequences` sequences of up to `max_context` positions and `heads` query heads; `None` on overflow.
     pub fn new(sequences: usize, max_context: usize, heads: usize, cache: &KvShape) -> Option<Self> {
-        let arrival_bytes = sequences.checked_mul(heads)?.checked_mul(4)?.checked_next_multiple_of(256)? as u64;
         let first_bytes = sequences.checked_add(1)?.checked_mul(4)?.checked_next_multiple_of(256)? as u64;
         // A window may begin within a chunk, which makes one more.
         let chunks = max_context.div_ceil(LONGEST_CHUNK).max(FEW_CHUNKS).checked_add(1)?;
         let records = sequences.checked_mul(chunks)?.checked_mul(heads)?;
         let stat_bytes = records.checked_mul(8)?.checked_next_multiple_of(256)? as u64;
         let bytes = records.checked_mul(cache.head_dim)?.checked_mul(4)?;
-        let bytes = arrival_bytes.checked_add(first_bytes)?.checked_add(stat_bytes)?.checked_add(bytes as u64)?;
-        Some(Self { sequences, max_context, arrival_bytes, first_bytes, stat_bytes, bytes })
+        let bytes = first_bytes.checked_add(stat_bytes)?.checked_add(bytes as u64)?;
+        Some(Self { sequences, max_context, first_bytes, stat_bytes, bytes })
     }
 
-    /// Bytes, of memory at a multiple of 256.
+    /// Bytes, of memory at a multiple of 256 that is zero before the first use.
     pub fn bytes(&self) -> u64 {
         self.bytes
-    }
-
-    /// How many of them, at the start, must be zero before the first use; launches leave them so.
-    pub fn zero_bytes(&self) -> u64 {
-        self.arrival_bytes
     }
 }
 
@@ -330,7 +322,6 @@ impl Attention {
         };
         require(projected.is_none_or(takes), op, || format!("{projected:?} in rows of {}", batch.stride))?;
         let (q_norm, k_norm) = projected.and_then(|p| p.norms).unwrap_or((0, 0));
-        let firsts = workspace_at + workspace.arrival_bytes;
         let parameters = Decode {
             x: batch.x,
             out: batch.out,
@@ -338,9 +329,9 @@ impl Attention {
             rows: batch.starts,
             lengths: batch.lengths,
             block_tables: batch.block_tables,
-            firsts,
-            partial: firsts + workspace.first_bytes + workspace.stat_bytes,
-            stats: firsts + workspace.first_bytes,
+            firsts: workspace_at,
+            partial: workspace_at + workspace.first_bytes + workspace.stat_bytes,
+            stats: workspace_at + workspace.first_bytes,
             stride: batch.stride as u32,
             queries_at: batch.queries_at as u32,
             out_stride: batch.out_stride as u32,
@@ -353,7 +344,6 @@ impl Attention {
             scores: Scores::new(shape, self.key_scale(scales)),
             value_scale: self.value_scale(scales),
             cache_row: 0,
-            arrivals: workspace_at,
             angles: projected.map_or(0, |p| p.angles),
             q_norm,
             k_norm,
