@@ -1,9 +1,10 @@
 // Products with row-major bf16 matrices of many rows, such as a head, on Hopper: memory sets the pace, whatever the number of
 // tokens up to 128.
 //
-// A block computes 128 columns for up to 128 tokens. One thread copies tiles of 64 along K of the matrix and of the activations
-// into a ring; eight warps load the matrix's as the A operand of wgmma, the activations' are the B operand where they lie. The
-// matrix's first tiles are on their way before the kernel before this one has ended.
+// A block computes 128 columns for up to 64 tokens, or 192 for up to 128, so that activations are fetched half as often. One thread
+// copies tiles of 64 along K of the matrix and of the activations into a ring; 16 columns a warp, the others load the matrix's as
+// the A operand of wgmma, the activations' are the B operand where they lie. The matrix's first tiles are on their way before the
+// kernel before this one has ended.
 
 #include "common/async.cuh"
 #include "common/hopper.cuh"
@@ -16,19 +17,19 @@
 
 namespace {
 
-/// Mirrored in src/cuda/gemm/hopper/rows.rs.
-constexpr u32 COLUMNS = 128, WARPS = 8, THREADS = 32 * (WARPS + 1), STEP = 64, ROW_BYTES = 2 * STEP, ALIGN = 1024;
+constexpr u32 STEP = 64, ROW_BYTES = 2 * STEP, ALIGN = 1024;
 
+/// Mirrored by `SHAPES` in src/cuda/gemm/hopper/rows.rs.
 template <u32 TOKENS> struct Ring {
-    static constexpr u32 STAGES = TOKENS <= 16 ? 6 : TOKENS == 32 ? 5 : TOKENS == 64 ? 4 : 3;
-    /// Operands of 16 along K that a warp has registers for.
-    static constexpr u32 AT_ONCE = TOKENS == 128 ? 2 : STEP / 16;
+    static constexpr u32 STAGES = TOKENS <= 16 ? 6 : TOKENS == 64 ? 4 : 5, WARPS = TOKENS == 128 ? 12 : 8;
+    static constexpr u32 COLUMNS = 16 * WARPS, THREADS = 32 * (WARPS + 1), BLOCKS = TOKENS == 128 ? 1 : 2;
     static constexpr u32 MATRIX = COLUMNS * ROW_BYTES, BYTES = MATRIX + TOKENS * ROW_BYTES;
 };
 
 template <u32 TOKENS>
 __device__ __forceinline__ void multiply_rows(const hopper::TensorMap &w, const hopper::TensorMap &x, const Request &r, u32 k) {
     using R = Ring<TOKENS>;
+    constexpr u32 COLUMNS = R::COLUMNS, WARPS = R::WARPS;
     extern __shared__ u8 dynamic[];
     __shared__ u64 full[R::STAGES], free[R::STAGES];
     u8 *ring = dynamic + (ALIGN - shared_address(dynamic) % ALIGN) % ALIGN;
@@ -82,25 +83,22 @@ __device__ __forceinline__ void multiply_rows(const hopper::TensorMap &w, const 
     for (u32 step = 0; step < steps; ++step) {
         const u32 stage = step % R::STAGES, at = shared_address(ring + stage * R::BYTES);
         hopper::barrier_wait(full + stage, step / R::STAGES & 1);
+        u32 a[STEP / 16][4];
+#pragma unroll
+        for (u32 i = 0; i < STEP / 16; ++i) {
+            load_matrices(a[i], at + row * ROW_BYTES + ((2 * i + piece) ^ (row % 8)) * 16);
+        }
         const u32 b = hopper::tile_descriptor(at + R::MATRIX);
+        hopper::wgmma_fence();
 #pragma unroll
-        for (u32 first = 0; first < STEP / 16; first += R::AT_ONCE) {
-            u32 a[R::AT_ONCE][4];
+        for (u32 i = 0; i < STEP / 16; ++i) {
+            hopper::wgmma<TOKENS>(acc, a[i], b + 2 * i);
+        }
+        hopper::wgmma_commit();
+        hopper::wgmma_wait<0>();
 #pragma unroll
-            for (u32 i = 0; i < R::AT_ONCE; ++i) {
-                load_matrices(a[i], at + row * ROW_BYTES + ((2 * (first + i) + piece) ^ (row % 8)) * 16);
-            }
-            hopper::wgmma_fence();
-#pragma unroll
-            for (u32 i = 0; i < R::AT_ONCE; ++i) {
-                hopper::wgmma<TOKENS>(acc, a[i], b + 2 * (first + i));
-            }
-            hopper::wgmma_commit();
-            hopper::wgmma_wait<0>();
-#pragma unroll
-            for (u32 i = 0; i < TOKENS / 2; ++i) {
-                hopper::hold(acc[i]);
-            }
+        for (u32 i = 0; i < TOKENS / 2; ++i) {
+            hopper::hold(acc[i]);
         }
         if (lane == 0) {
             hopper::barrier_arrive(free + stage);
@@ -129,7 +127,7 @@ __device__ __forceinline__ void multiply_rows(const hopper::TensorMap &w, const 
 }  // namespace
 
 #define VT_ROWS(TOKENS)                                                                                                        \
-    extern "C" __global__ void __launch_bounds__(THREADS, 2)                                                                   \
+    extern "C" __global__ void __launch_bounds__(Ring<TOKENS>::THREADS, Ring<TOKENS>::BLOCKS)                                  \
         vt_hopper_rows_##TOKENS(const __grid_constant__ hopper::TensorMap w, const __grid_constant__ hopper::TensorMap x,      \
                                 const __grid_constant__ Request r, u32 k) {                                                    \
         multiply_rows<TOKENS>(w, x, r, k);                                                                                     \
