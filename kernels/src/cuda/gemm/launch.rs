@@ -6,7 +6,6 @@ use super::matrix::Form;
 use super::params::{Raw, Request, Rows, float_type};
 use super::small::SmallKernels;
 use super::{DeviceMatrix, ExpertGroups, GemmInput, GemmRequest, checks};
-use crate::cuda::error::require;
 use crate::cuda::module::{Function, Module, arguments};
 use crate::cuda::{CudaContext, CudaError, CudaStream, DeviceMemory};
 use crate::weight::FloatType;
@@ -115,9 +114,19 @@ impl Gemm {
         workspace: u64,
     ) -> Result<(), CudaError> {
         let checked = input.complete(matrix, request, &checks::check(matrix, request, None)?)?;
-        let takes = !request.deterministic && self.makes_inputs(matrix, request.m);
-        require(takes, "gemm", || format!("activations made from {} rows", request.m))?;
-        self.small(stream, matrix, request, &checked, None, workspace + self.hopper_bytes()).map(drop)
+        let chosen = match &matrix.form {
+            Form::Tiled { params, reading: Some(reading), .. }
+                if !request.deterministic && self.makes_inputs(matrix, request.m) =>
+            {
+                self.small.choose(reading, params, request.m, None, false).map(|chosen| (chosen, params))
+            }
+            _ => None,
+        };
+        let Some((chosen, params)) = chosen else {
+            let what = format!("activations made from {} rows", request.m);
+            return Err(CudaError::Unsupported { op: "gemm", what });
+        };
+        self.small.launch(stream, &chosen, params, &checked, None, workspace + self.hopper_bytes())
     }
 
     /// Starts products of each expert's matrix with the rows that were routed to it. `matrix` is expert 0, `request.m` all
