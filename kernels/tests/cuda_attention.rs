@@ -384,7 +384,7 @@ fn decode_of_many_chunks_is_the_cpu_s_attention_every_time() {
         let queries = Queries::new(&device, &case, &mut random);
         let launch = Launch { device: &device, case: &case, caches: &caches, queries: &queries };
         let workspace = DecodeWorkspace::new(300, 400, case.heads, caches.device.shape()).unwrap();
-        let room = device.poisoned(workspace.bytes() as usize);
+        let room = room_of(&device, &workspace);
         let steps: Vec<(usize, u32, u32)> =
             case.sequences.iter().enumerate().map(|(i, s)| (i, i as u32, s.0 as u32)).collect();
         let arrays = launch.arrays(&steps);
@@ -394,7 +394,7 @@ fn decode_of_many_chunks_is_the_cpu_s_attention_every_time() {
             let batch = launch.batch(&arrays, &out);
             let (shape, scales) = (case.shape(), caches.scales);
             attention
-                .decode(&device.stream, &shape, &caches.device, LAYER, scales, &batch, &workspace, room.address())
+                .decode(&device.stream, &shape, &caches.device, LAYER, scales, &batch, None, &workspace, room.address())
                 .unwrap();
             device.stream.synchronize().unwrap();
             out
