@@ -28,7 +28,13 @@ pub fn bench(args: &Bench, startup: Startup) -> Result<(), Failure> {
     Ok(())
 }
 
+/// Start of the random numbers of one load: no two loads of a command ask the same, or the later would find its prompts cached.
+fn seed_of(args: &Bench, concurrency: u16) -> u64 {
+    args.seed.wrapping_add(u64::from(concurrency) << 32)
+}
+
 fn load_of(args: &Bench, concurrency: u16) -> Load {
+    let seed = seed_of(args, concurrency);
     let concurrency = usize::from(concurrency);
     let requests = args.requests.unwrap_or(4 * concurrency as u32);
     Load {
@@ -38,7 +44,7 @@ fn load_of(args: &Bench, concurrency: u16) -> Load {
         output_lengths: args.output_len.clone(),
         disconnect_fraction: args.disconnect_fraction.unwrap_or(0.0),
         malformed_fraction: args.malformed_fraction.unwrap_or(0.0),
-        seed: args.seed,
+        seed,
     }
 }
 
@@ -82,7 +88,9 @@ fn local(args: &Bench, mut startup: Startup) -> Result<Report, Failure> {
             let load = load_of(args, concurrency);
             let mut summary = bench::run(&target, &load).await;
             let (input, output) = (longest(&args.input_len), longest(&args.output_len));
-            target.phases(load.concurrency, input, output, args.seed.wrapping_add(2), &mut summary).await;
+            target
+                .phases(load.concurrency, input, output, seed_of(args, concurrency).wrapping_add(2), &mut summary)
+                .await;
             loads.push(summary);
         }
         Ok(Report { target: name, loads, left_over: BTreeMap::new() })
