@@ -90,7 +90,7 @@ fn files_are_shared_and_pruned() {
     let second = cache.join("info").join(format!("{}.json", ids[1]));
     let old = std::time::SystemTime::now() - std::time::Duration::from_secs(3600);
     std::fs::File::options().write(true).open(second).and_then(|f| f.set_modified(old)).expect("made old");
-    let size: u64 = folders::files(&bundles[0]).iter().map(|(_, bytes)| bytes.len() as u64).sum();
+    let size: u64 = folders::files(&bundles[0]).values().map(|bytes| bytes.len() as u64).sum();
     let pruned = run("vt-bundle", &["cache", "prune", &flag, "--max-size", &size.to_string(), "--json"]).ok().json();
     assert_eq!(pruned["removed"], serde_json::json!([ids[1]]));
     folders::assert_equal(&bundles[0], &cache.join("bundles").join(&ids[0]));
@@ -114,7 +114,7 @@ fn a_cache_without_links_is_bounded() {
         folders::copy(bundle, &there);
     }
     let flag = format!("--cache-dir={}", cache.display());
-    let size = |dir: &Path| folders::files(dir).iter().map(|(_, bytes)| bytes.len() as u64).sum::<u64>();
+    let size = |dir: &Path| folders::files(dir).values().map(|bytes| bytes.len() as u64).sum::<u64>();
     let limit = size(&bundles[0]) + 1000;
     let prune = |limit: u64| {
         run("vt-bundle", &["cache", "prune", &flag, "--max-size", &limit.to_string(), "--json"]).ok().json()

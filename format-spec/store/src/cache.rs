@@ -501,7 +501,7 @@ mod tests {
         assert!(held.is_err(), "there is no folder of locks yet");
         std::fs::create_dir(root.path().join("locks")).unwrap();
         let held = cache.try_lock(&hex).unwrap();
-        assert_eq!(cache.prune(u64::MAX).unwrap().in_use, [hex.clone()]);
+        assert_eq!(cache.prune(u64::MAX).unwrap().in_use, std::slice::from_ref(&hex));
         drop(held);
         let pruned = cache.prune(u64::MAX).unwrap();
         assert_eq!((pruned.removed, pruned.freed_bytes, pruned.remaining_bytes), (vec![hex], 2, 0));
