@@ -32,6 +32,7 @@ const SOURCES: &[&str] = &[
     // Products with matrices.
     "gemm/generic",
     "gemm/rows",
+    "gemm_hopper/few",
     "gemm_hopper/floats",
     "gemm_hopper/integers",
     "gemm_hopper/rows",

@@ -167,3 +167,33 @@ fn encodings_shapes_and_forms() {
         }
     }
 }
+
+/// Matrices of nearly as many tiles of 192 rows as an H200 has multiprocessors, which have kernels of their own.
+#[test]
+fn few_rows_and_a_tile_for_each_multiprocessor() {
+    let Some(device) = Products::open() else { return };
+    let random = &mut Random(37);
+    let cases = [
+        ("nvfp4.modelopt@1", 16),
+        ("mxfp4@1", 32),
+        ("mxfp4.ggml@1", 32),
+        ("fp8.channel.f32@1", 0),
+        ("int4.symmetric.bf16@1", 32),
+        ("int4.symmetric.f16@1", 64),
+        ("int8.symmetric.bf16@1", 64),
+        ("int8.symmetric.f16@1", 32),
+    ];
+    for (c, (decode, group)) in cases.into_iter().enumerate() {
+        let spec = encoding::find(decode).unwrap();
+        for (i, m) in [1, 8, 9, 16].into_iter().enumerate() {
+            let parts: &[u64] = if (c + i) % 2 == 0 { &[24_576] } else { &[11_500, 12_033] };
+            let k = [128, 320, 1024][(c + i) % 3];
+            let matrix = RandomMatrix::new(spec, k, parts, group, [0, 0], random);
+            let mut logical = vec![false; matrix.matrix.padded_n() as usize];
+            for part in &matrix.matrix.parts {
+                logical[part.start as usize..(part.start + part.rows) as usize].fill(true);
+            }
+            check(&device, decode, &matrix.weight(), &logical, m, FORMS[(c + i) % FORMS.len()], random);
+        }
+    }
+}

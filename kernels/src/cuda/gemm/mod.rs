@@ -4,7 +4,7 @@
 //! - [`DeviceMatrix`]: a matrix as a bundle stores it, checked against its geometry once;
 //! - `checks`: what a launch may ask for;
 //! - [`GemmInput`]: activations that a product makes itself;
-//! - `hopper`: products with many rows on Hopper;
+//! - `hopper`: products on Hopper with many rows, and with few where those kernels read faster;
 //! - `small`: products with few rows, limited by the reading of the weights;
 //! - [`Gemm`]: the kernels of a device, and the choice among them.
 //!

@@ -1,12 +1,14 @@
-//! Products with many rows on Hopper (`cuda/gemm_hopper/`): weights unpacked into registers as the A operand of wgmma,
+//! Products on Hopper (`cuda/gemm_hopper/`): weights unpacked into registers as the A operand of the tensor cores, weights and
 //! activations copied into shared memory by the copy engine.
 //!
 //! - `encodings`: which matrices the kernels read, and how;
-//! - `schedule`: tiles, and who computes which;
+//! - `few`: tiles of products with few rows;
+//! - `schedule`: tiles of products with more, and who computes which;
 //! - `rows`: row-major bf16 matrices of many rows, with any number of activations;
 //! - here: the kernels of a device, tensor maps, launches.
 
 mod encodings;
+mod few;
 mod rows;
 mod schedule;
 
@@ -64,7 +66,8 @@ struct Arguments {
 /// The kernels of a Hopper device.
 #[derive(Debug)]
 pub(super) struct Hopper {
-    /// By encoding and shape.
+    /// By encoding and shape: for few rows, and for more.
+    few: Vec<Vec<Function>>,
     functions: Vec<Vec<Function>>,
     rows: RowKernels,
     multiprocessors: u32,
@@ -79,19 +82,28 @@ impl Hopper {
         if context.attributes().capability != CAPABILITY {
             return Ok(None);
         }
-        let modules = [Module::load(context, "gemm_hopper/floats")?, Module::load(context, "gemm_hopper/integers")?];
-        let mut functions = Vec::with_capacity(ENCODINGS.len());
-        for encoding in ENCODINGS {
-            let module = &modules[usize::from(encoding.name.starts_with("int"))];
-            let mut of_shapes = Vec::with_capacity(SHAPES.len());
-            for shape in SHAPES {
-                let name = CString::new(format!("vt_hopper_{}_{}", encoding.name, shape.name)).unwrap_or_default();
-                of_shapes.push(module.function(&name, shape.shared_bytes(encoding))?);
-            }
-            functions.push(of_shapes);
-        }
-        let (rows, multiprocessors) = (RowKernels::new(context)?, context.attributes().multiprocessors);
-        Ok(Some(Self { functions, rows, multiprocessors }))
+        let many = [Module::load(context, "gemm_hopper/floats")?, Module::load(context, "gemm_hopper/integers")?];
+        let few = Module::load(context, "gemm_hopper/few")?;
+        let named = |module: &Arc<Module>, kind: &str, encoding: &Encoding, shape: &str, shared: u32| {
+            let name = CString::new(format!("vt_{kind}_{}_{shape}", encoding.name)).unwrap_or_default();
+            module.function(&name, shared)
+        };
+        let of_few = |encoding: &Encoding| {
+            let of_shape = |shape: &few::Shape| named(&few, "few", encoding, shape.name, shape.shared_bytes(encoding));
+            few::SHAPES.iter().map(of_shape).collect::<Result<Vec<_>, _>>()
+        };
+        let of_many = |encoding: &Encoding| {
+            let module = &many[usize::from(encoding.name.starts_with("int"))];
+            let of_shape =
+                |shape: &schedule::Shape| named(module, "hopper", encoding, shape.name, shape.shared_bytes(encoding));
+            SHAPES.iter().map(of_shape).collect::<Result<Vec<_>, _>>()
+        };
+        Ok(Some(Self {
+            few: ENCODINGS.iter().map(of_few).collect::<Result<_, _>>()?,
+            functions: ENCODINGS.iter().map(of_many).collect::<Result<_, _>>()?,
+            rows: RowKernels::new(context)?,
+            multiprocessors: context.attributes().multiprocessors,
+        }))
     }
 
     /// Bytes at the start of a workspace that belong to these kernels, whatever the product: flags, which are zero between
@@ -118,8 +130,7 @@ impl Hopper {
             && request.x_stride.is_multiple_of(8)
             && request.out.is_multiple_of(16)
             && request.out_stride.is_multiple_of(out_align);
-        let fewest = if request.offsets == 0 { MIN_ROWS } else { MIN_EXPERT_ROWS };
-        if !aligned || request.m < fewest { None } else { Reading::of(matrix) }
+        if aligned { Reading::of(matrix) } else { None }
     }
 
     /// Starts the product where these kernels are the ones for it, and says whether it did.
@@ -138,23 +149,19 @@ impl Hopper {
         let Some(reading) = self.reading(matrix, request) else { return Ok(false) };
         let encoding = &ENCODINGS[reading.encoding];
         let experts = groups.map_or(1, |groups| groups.count);
-        let plan = match groups {
-            None => Plan::cheapest(request.n, params.k, request.m, encoding.bits, self.multiprocessors),
-            Some(_) => Plan::of_experts(request.n, params.k, request.m, experts, self.multiprocessors),
-        };
-        let shape = &SHAPES[plan.shape];
+        let Some(launch) = self.cut(reading.encoding, request, params.k, groups) else { return Ok(false) };
         let address = |plane: usize| match plane.checked_sub(geometry.spec.codes.len()) {
             None => params.codes[plane].data,
             Some(scale) => params.scales[scale].data,
         };
-        let maps = Maps { geometry, rows: shape.rows(), experts, stride: request.expert_stride };
+        let maps = Maps { geometry, rows: launch.rows, experts, stride: request.expert_stride };
         let mut parts = [0; MAX_PARTS];
         for (end, part) in parts.iter_mut().zip(&geometry.parts) {
             *end = (part.start + part.padded()) as u32;
         }
         let row_scale = reading.row_scale;
         let arguments = Arguments {
-            x: activations(request, params.k, shape.tokens / shape.cluster)?,
+            x: activations(request, params.k, launch.box_tokens)?,
             codes: maps.codes(address(0), encoding.bits)?,
             scales: match reading.scales {
                 Some(plane) => maps.scales(address(plane), encoding)?,
@@ -179,16 +186,67 @@ impl Hopper {
             part_end: parts,
             out_f32: 1 - request.out_bf16,
             accumulate: request.accumulate,
-            schedule: plan.schedule,
+            schedule: launch.schedule,
         };
-        let grid = [plan.workers * shape.cluster, 1, 1];
-        let function = &self.functions[reading.encoding][plan.shape];
-        let shared = shape.shared_bytes(encoding);
+        let (grid, block) = ([launch.blocks, 1, 1], [launch.threads, 1, 1]);
+        let (function, shared) = (launch.function, launch.shared_bytes);
+        let arguments = &mut arguments![arguments];
         // SAFETY: the argument is the kernel's; planes are those of the geometry, the request is checked against it, and the
         // workspace has the bytes that `workspace_bytes` asks for; the caller keeps all of it allocated. Before it waits for
         // earlier work the kernel only reads weights.
-        unsafe { function.launch_early(stream, grid, [shape.threads(), 1, 1], shared, &mut arguments![arguments])? };
+        unsafe { function.launch_early(stream, grid, block, shared, arguments)? };
         Ok(true)
+    }
+}
+
+/// A kernel and how a product is cut for it.
+struct Launch<'a> {
+    function: &'a Function,
+    blocks: u32,
+    threads: u32,
+    shared_bytes: u32,
+    /// Rows of N of a block, and rows of activations that it copies at once.
+    rows: u32,
+    box_tokens: u32,
+    schedule: Schedule,
+}
+
+impl Hopper {
+    /// The kernel for a product, and its cut, where there is one that is the fastest.
+    fn cut(&self, encoding: usize, request: &Request, k: u32, groups: Option<&ExpertGroups>) -> Option<Launch<'_>> {
+        let (n, m, sms) = (request.n, request.m, self.multiprocessors);
+        let read = &ENCODINGS[encoding];
+        if groups.is_none()
+            && let Some((shape, schedule)) = few::plan(n, k, m, sms)
+        {
+            return Some(Launch {
+                function: &self.few[encoding][shape],
+                blocks: schedule.tiles_n,
+                threads: few::THREADS,
+                shared_bytes: few::SHAPES[shape].shared_bytes(read),
+                rows: few::ROWS,
+                box_tokens: few::SHAPES[shape].tokens,
+                schedule,
+            });
+        }
+        let fewest = if groups.is_none() { MIN_ROWS } else { MIN_EXPERT_ROWS };
+        if m < fewest {
+            return None;
+        }
+        let plan = match groups {
+            None => Plan::cheapest(n, k, m, read.bits, sms),
+            Some(groups) => Plan::of_experts(n, k, m, groups.count, sms),
+        };
+        let shape = &SHAPES[plan.shape];
+        Some(Launch {
+            function: &self.functions[encoding][plan.shape],
+            blocks: plan.workers * shape.cluster,
+            threads: shape.threads(),
+            shared_bytes: shape.shared_bytes(read),
+            rows: shape.rows(),
+            box_tokens: shape.tokens / shape.cluster,
+            schedule: plan.schedule,
+        })
     }
 }
 
