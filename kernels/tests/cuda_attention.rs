@@ -9,7 +9,7 @@
 mod common;
 
 use common::Random;
-use common::device::{Device, POISON, rounded};
+use common::device::{Device, POISON, rounded, small};
 use half::bf16;
 use vt_kernels::Context;
 use vt_kernels::attention::{AttentionShape, attention};
@@ -286,7 +286,7 @@ fn models() -> Vec<Case> {
         sequences: Vec::new(),
     };
     use CudaKvType::{Bf16, E4m3};
-    vec![
+    let mut models = vec![
         model(8, 2, 128, Bf16, None, None),
         model(8, 2, 128, E4m3, None, None),
         model(9, 3, 64, Bf16, None, None),
@@ -301,7 +301,12 @@ fn models() -> Vec<Case> {
         model(24, 2, 256, E4m3, None, None),
         model(22, 2, 64, Bf16, Some(300), Some(20.0)),
         model(13, 1, 8, E4m3, None, None),
-    ]
+    ];
+    if small() {
+        // Those with kernels of their own on some device, and one with everything.
+        models.truncate(5);
+    }
+    models
 }
 
 /// Those of this device, and those of every device.
@@ -321,8 +326,9 @@ fn decode_is_the_cpu_s_attention_whatever_the_batch() {
     let mut random = Random(11);
     for mut case in models() {
         let long = [1, 2, 15, 16, 17, 127, 128, 129, 1000, 4096, 4097, 5000];
-        case.sequences = (0..9).map(|_| (long[random.below(long.len())], 1)).collect();
-        case.sequences.push((4000 + random.below(5000), 1));
+        let (count, lengths) = if small() { (2, &long[2..9]) } else { (9, &long[..]) };
+        case.sequences = (0..count).map(|_| (lengths[random.below(lengths.len())], 1)).collect();
+        case.sequences.push((if small() { 300 } else { 4000 + random.below(5000) }, 1));
         let caches = fill(&device, &case, &mut random);
         let queries = Queries::new(&device, &case, &mut random);
         let launch = Launch { device: &device, case: &case, caches: &caches, queries: &queries };
@@ -567,7 +573,11 @@ fn prefill_is_the_cpu_s_attention_wherever_prompts_are_cut() {
     let Some(device) = Device::open() else { return };
     let mut random = Random(13);
     for mut case in models() {
-        case.sequences = vec![(1, 1), (700, 700), (130, 1), (1500, 40), (64, 64), (333, 129), (65, 2)];
+        case.sequences = if small() {
+            vec![(1, 1), (150, 150), (260, 40)]
+        } else {
+            vec![(1, 1), (700, 700), (130, 1), (1500, 40), (64, 64), (333, 129), (65, 2)]
+        };
         let caches = fill(&device, &case, &mut random);
         let queries = Queries::new(&device, &case, &mut random);
         let launch = Launch { device: &device, case: &case, caches: &caches, queries: &queries };

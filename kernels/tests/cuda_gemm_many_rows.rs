@@ -5,8 +5,8 @@
 
 mod common;
 
-use common::device::{POISON, Products};
-use common::{Random, RandomMatrix};
+use common::device::{POISON, Products, small};
+use common::{Random, RandomMatrix, encodings};
 use half::bf16;
 use vt_bundle::encoding;
 use vt_kernels::cuda::gemm::{DeviceMatrix, GemmRequest, OutType};
@@ -30,6 +30,15 @@ const FORMS: [Form; 3] = [
 
 fn bytes(values: &[f32]) -> Vec<u8> {
     values.iter().flat_map(|v| v.to_le_bytes()).collect()
+}
+
+/// Which columns of the result are rows of a part; the others are padding.
+fn logical(matrix: &RandomMatrix) -> Vec<bool> {
+    let mut logical = vec![false; matrix.matrix.padded_n() as usize];
+    for part in &matrix.matrix.parts {
+        logical[part.start as usize..(part.start + part.rows) as usize].fill(true);
+    }
+    logical
 }
 
 /// Checks every element of a product, twice, as the second launch finds the workspace as the first one left it.
@@ -92,7 +101,7 @@ fn check(
     let absolute = |v: &[f32]| v.iter().map(|v| v.abs()).collect::<Vec<_>>();
     let magnitude = reference::matmul(&absolute(&x), &absolute(&decoded), k);
     // Codes times scales of 16 bits are rounded to bf16, and so may be the scales: half a unit in the last place each.
-    let exact = what.starts_with("nvfp4") || what.starts_with("mxfp4") || what.starts_with("fp8");
+    let exact = ["nvfp4", "mxfp4", "mxfp8", "fp8"].iter().any(|family| what.starts_with(family));
     let of_weights = if exact { 3e-6 } else { 2f64.powi(-8) };
     let (mut squares, mut errors) = (0.0, 0.0);
     for row in 0..=m {
@@ -151,19 +160,34 @@ fn encodings_shapes_and_forms() {
     for (c, (decode, group)) in cases.into_iter().enumerate() {
         let spec = encoding::find(decode).unwrap();
         // Rows from fewer than the smallest tile of tokens has to several tiles; N from less than one tile of a block on.
-        for (i, m) in [9, 16, 17, 33, 64, 100, 200, 520].into_iter().enumerate() {
+        let rows: &[usize] = if small() { &[9, 33, 130] } else { &[9, 16, 17, 33, 64, 100, 200, 520] };
+        for (i, m) in rows.iter().copied().enumerate() {
             let parts: &[u64] = match (c + i) % 3 {
                 0 => &[100, 64, 7],
+                1 if small() => &[150],
                 1 => &[1500],
                 _ => &[330, 513],
             };
-            let k = [256, 640, 1024][(c + i) % 3];
+            let k = [256, 640, 1024][if small() { 0 } else { (c + i) % 3 }];
             let matrix = RandomMatrix::new(spec, k, parts, group, [0, 0], random);
-            let mut logical = vec![false; matrix.matrix.padded_n() as usize];
-            for part in &matrix.matrix.parts {
-                logical[part.start as usize..(part.start + part.rows) as usize].fill(true);
-            }
-            check(&device, decode, &matrix.weight(), &logical, m, FORMS[(c + i) % FORMS.len()], random);
+            check(&device, decode, &matrix.weight(), &logical(&matrix), m, FORMS[(c + i) % FORMS.len()], random);
+        }
+    }
+}
+
+/// Every encoding with rows as the engine lays them, whichever kernel takes it; of blocks of several sizes.
+#[test]
+fn encodings_that_other_kernels_take() {
+    let Some(device) = Products::open() else { return };
+    let random = &mut Random(32);
+    for (c, case) in encodings().into_iter().enumerate() {
+        let rows: &[usize] = if small() { &[17] } else { &[9, 16, 17, 33, 130] };
+        for (i, m) in rows.iter().copied().enumerate() {
+            let parts: &[u64] = if (c + i).is_multiple_of(2) { &[100, 64, 7] } else { &[330] };
+            let k = [256usize, 512][(c + i) % 2].next_multiple_of(case.k_unit());
+            let matrix = case.matrix(k, parts, random);
+            let what = format!("{} group {} block {:?}", case.spec.decode, case.group, case.block);
+            check(&device, &what, &matrix.weight(), &logical(&matrix), m, FORMS[(c + i) % FORMS.len()], random);
         }
     }
 }

@@ -1,15 +1,18 @@
 #!/usr/bin/env bash
-# Packs the tests that need a GPU for a machine that has one and no cargo: executables, bundles of the small checkpoints, and a
-# program that runs them. Needs nvcc (VT_NVCC).
+# Packs the tests that need a GPU for a machine that has one and no cargo: executables, bundles of the small checkpoints and of
+# real models, and a program that runs them. Needs nvcc (VT_NVCC).
 #
-#     tests/device/pack.sh OUT [CHECKPOINTS]
+#     tests/device/pack.sh OUT [CHECKPOINTS] [GGUF...]
 #     OUT/run.sh                                # there
+#     OUT/run.sh --sanitize                     # small cases under compute-sanitizer
 #
-# CHECKPOINTS defaults to ../shared/checkpoints.
+# CHECKPOINTS defaults to ../shared/checkpoints. Real models are SmolLM2-135M-Instruct (Q4_1) and Gemma 3 270M (Q4_K_M):
+# where no GGUF is given, those in .build/model. VT_TEST_ONLY=NAME runs the bundles whose name contains it.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 out=${1:?usage: tests/device/pack.sh OUT [CHECKPOINTS]}
 checkpoints=$(realpath "${2:-../shared/checkpoints}")
+found=()
 mkdir -p "$out/bundles"
 out=$(realpath "$out")
 
@@ -18,12 +21,28 @@ convert=${CARGO_TARGET_DIR:-target}/release/vt-convert
 for source in "$checkpoints"/modelopt/*/*/config.json "$checkpoints"/gguf/tiny/*.gguf; do
     source=${source%/config.json}
     name=$(basename "$(dirname "$source")")-$(basename "$source" .gguf)
+    # A part of a checkpoint.
+    [ "$name" != smollm2-nvfp4 ] || continue
     # Some of the checkpoints are of architectures that are not run, or are meant to be refused.
     "$convert" "$source" "$out/bundles/$name" --quiet 2>"$out/refused.log" || echo "not packed: $name: $(tail -1 "$out/refused.log")"
 done
 rm -f "$out/refused.log"
 
-tests=(-p vt-kernels --test cuda_forward -p vt-run --test cuda_model)
+# Named as their stored texts are.
+real=("${@:3}")
+for model in SmolLM2-135M-Instruct.Q4_1 gemma-3-270m-q4_k_m; do
+    [ ${#real[@]} -gt 0 ] || [ ! -f .build/model/$model.gguf ] || found+=(".build/model/$model.gguf")
+done
+for source in "${real[@]}" "${found[@]}"; do
+    name=$(basename "$source" .gguf)
+    [ "$name" != SmolLM2-135M-Instruct.Q4_1 ] || name=smollm2-135m-Q4_1
+    [ -d "$out/bundles/$name" ] || "$convert" "$source" "$out/bundles/$name" --quiet
+done
+[ ${#real[@]} -gt 0 ] || [ ${#found[@]} -eq 2 ] || echo "SKIPPED: real models that are not in .build/model: the tests run without them" >&2
+python3 tests/device/references.py "$out/bundles" "$checkpoints"
+
+tests=(-p vt-kernels -p vt-run)
+for test in cuda_gemm cuda_gemm_many_rows cuda_forward cuda_attention cuda_moe cuda_sampling cuda_model; do tests+=(--test $test); done
 cargo test --release --no-run "${tests[@]}" --message-format=json |
     python3 -c '
 import json, shutil, sys
@@ -35,12 +54,28 @@ for line in sys.stdin:
 
 cat >"$out/run.sh" <<'RUN'
 #!/usr/bin/env bash
-# Runs every test beside it on the first GPU.
+# Runs every test beside it on the first GPU. With --sanitize: small cases of the kernels' tests under each of
+# compute-sanitizer's tools, and a small model under memcheck.
 cd "$(dirname "$0")"
 export VT_TEST_CUDA=1 VT_TEST_BUNDLES=$PWD/bundles
 status=0
-for test in ./cuda_*; do
-    "$test" --nocapture || status=1
+if [ "${1:-}" != --sanitize ]; then
+    for test in ./cuda_*; do
+        "$test" --nocapture || status=1
+    done
+    exit $status
+fi
+export VT_TEST_SMALL=1 VT_TEST_ONLY=${VT_TEST_ONLY:-qwen3_moe-nvfp4}
+for tool in memcheck racecheck initcheck synccheck; do
+    for test in ./cuda_*; do
+        # The other tools would take minutes over a model, whose kernels the other tests launch.
+        [ "$tool" = memcheck ] || [ "$test" != ./cuda_model ] || continue
+        log=$(basename "$test").$tool.log
+        timeout "${VT_TEST_LIMIT:-120}" compute-sanitizer --tool $tool --error-exitcode 9 "$test" >"$log" 2>&1
+        ended=$?
+        echo "$tool $test: exit $ended; $(grep -E 'ERROR SUMMARY|RACECHECK SUMMARY' "$log" | tail -1)"
+        [ $ended = 0 ] || status=1
+    done
 done
 exit $status
 RUN

@@ -9,6 +9,11 @@ use vt_kernels::cuda::{CudaContext, CudaStream, DeviceMemory};
 /// Byte that fills results before a launch: as bf16, f32 and E4M3 it is no number that an operator gives.
 pub const POISON: u8 = 0xFF;
 
+/// Whether fewer and smaller cases are wanted (`VT_TEST_SMALL=1`): under a checker that makes each of them a thousand times slower.
+pub fn small() -> bool {
+    std::env::var_os("VT_TEST_SMALL").is_some_and(|v| v == "1")
+}
+
 pub struct Device {
     pub context: Arc<CudaContext>,
     pub stream: CudaStream,

@@ -1,0 +1,103 @@
+//! A bundle as a model on the CPU and on the device, and sequences for both.
+
+use crate::{GENERATED, PROMPT, SEQUENCES};
+use std::path::Path;
+use vt_bundle::Bundle;
+use vt_bundle::mmap::ContiguousMap;
+use vt_kernels::Activations;
+use vt_kernels::cuda::kv_cache::CudaKvType;
+use vt_kernels::kv_cache::KvType;
+use vt_run::engine::model::{BLOCK_LEN, LogitsBuffer, LogitsWanted, Model, SequenceStep};
+use vt_run::load::upload::UploadOptions;
+use vt_run::load::{CpuDevice, CudaAccelerator, CudaArena, LoadedBundle, Uploading, Verify};
+use vt_run::model::{ConfigError, CpuModel, CpuModelOptions, CudaModel, CudaModelOptions, ModelConfig, StepLimits};
+
+/// Blocks of the cache for each sequence.
+const BLOCKS: usize = (PROMPT + GENERATED).div_ceil(BLOCK_LEN) + 1;
+/// Positions that a sequence has room for.
+pub const ROOM: usize = BLOCKS * BLOCK_LEN;
+
+pub fn config(bundle: &Bundle) -> Result<ModelConfig, ConfigError> {
+    ModelConfig::from_manifest(&bundle.manifest().model)
+}
+
+pub fn cpu(path: &Path) -> CpuModel<ContiguousMap> {
+    let bundle = Bundle::open(path).unwrap();
+    let config = config(&bundle).unwrap();
+    let loaded = LoadedBundle::load(bundle, &CpuDevice::new(2), Verify::Host, &|_| ()).unwrap();
+    let options = CpuModelOptions {
+        threads: std::thread::available_parallelism().map_or(1, usize::from),
+        activations: Activations::F32,
+        deterministic: false,
+        kv_type: KvType::F32,
+        kv_blocks: BLOCKS,
+        context_length: ROOM,
+        max_batch_tokens: PROMPT + GENERATED,
+        max_batch_sequences: 1,
+    };
+    CpuModel::new(loaded, config, &options).unwrap()
+}
+
+pub fn cuda(path: &Path, kv_type: CudaKvType, deterministic: bool, graphs: bool) -> CudaModel {
+    let bundle = Bundle::open(path).unwrap();
+    let config = config(&bundle).unwrap();
+    let uploading = Uploading { accelerator: CudaAccelerator::new(0).unwrap(), options: UploadOptions::default() };
+    let loaded: LoadedBundle<CudaArena> = LoadedBundle::load(bundle, &uploading, Verify::Device, &|_| ()).unwrap();
+    let limits = StepLimits { tokens: 600, sequences: SEQUENCES, context: ROOM };
+    let options = CudaModelOptions { kv_type, kv_blocks: SEQUENCES * BLOCKS, limits, deterministic, graphs };
+    CudaModel::new(loaded, config, &options).unwrap()
+}
+
+/// Token ids that a vocabulary surely has, different for every `seed`.
+pub fn ids(seed: usize, len: usize, vocabulary: usize) -> Vec<u32> {
+    (0..len).map(|i| ((i * i * 31 + i * 17 + seed * 101 + 5) % vocabulary) as u32).collect()
+}
+
+/// Sequences and their blocks, which are spread over the cache.
+pub struct Sequences {
+    pub ids: Vec<Vec<u32>>,
+    pub blocks: Vec<Vec<u32>>,
+    logits: LogitsBuffer,
+}
+
+impl Sequences {
+    pub fn new(ids: Vec<Vec<u32>>, places: usize, vocabulary: usize) -> Self {
+        let blocks = (0..ids.len()).map(|s| (0..BLOCKS).map(|b| (b * places + s) as u32).collect()).collect();
+        Self { ids, blocks, logits: LogitsBuffer::new(vocabulary) }
+    }
+
+    /// One step over the tokens `start .. start + count` of each sequence named; rows of logits of the first one, of all
+    /// positions or the last.
+    pub fn step(&mut self, model: &mut dyn Model, parts: &[(usize, usize, usize)], all: bool) -> Vec<Vec<f32>> {
+        let wanted = if all { LogitsWanted::All } else { LogitsWanted::Last };
+        let batch: Vec<SequenceStep<'_>> = parts
+            .iter()
+            .map(|&(s, start_pos, count)| SequenceStep {
+                tokens: &self.ids[s][start_pos..start_pos + count],
+                start_pos,
+                block_table: &self.blocks[s],
+                logits: wanted,
+            })
+            .collect();
+        self.logits.reset(batch.iter().map(SequenceStep::logits_rows).sum());
+        model.forward(&batch, &mut self.logits).unwrap();
+        let own = batch[0].logits_rows();
+        (0..own).map(|row| self.logits.row(row).to_vec()).collect()
+    }
+
+    /// One step over the tokens from `starts` on of the sequences named; the last row of each one's logits.
+    pub fn step_each(&mut self, model: &mut dyn Model, parts: &[(usize, usize)]) -> Vec<Vec<f32>> {
+        let batch: Vec<SequenceStep<'_>> = parts
+            .iter()
+            .map(|&(s, start_pos)| SequenceStep {
+                tokens: &self.ids[s][start_pos..],
+                start_pos,
+                block_table: &self.blocks[s],
+                logits: LogitsWanted::Last,
+            })
+            .collect();
+        self.logits.reset(batch.len());
+        model.forward(&batch, &mut self.logits).unwrap();
+        (0..parts.len()).map(|row| self.logits.row(row).to_vec()).collect()
+    }
+}
