@@ -9,12 +9,13 @@
 # CHECKPOINTS defaults to ../shared/checkpoints. Real models are SmolLM2-135M-Instruct (Q4_1) and Gemma 3 270M (Q4_K_M):
 # where no GGUF is given, those in .build/model. VT_TEST_ONLY=NAME runs the bundles whose name contains it.
 set -euo pipefail
-cd "$(dirname "$0")/../.."
-out=${1:?usage: tests/device/pack.sh OUT [CHECKPOINTS]}
-checkpoints=$(realpath "${2:-../shared/checkpoints}")
-found=()
+out=$(realpath -m "${1:?usage: tests/device/pack.sh OUT [CHECKPOINTS] [GGUF...]}")
+here=$(realpath "$(dirname "$0")/../..")
+checkpoints=$(realpath "${2:-$here/../shared/checkpoints}")
+real=()
+for source in "${@:3}"; do real+=("$(realpath "$source")"); done
+cd "$here"
 mkdir -p "$out/bundles"
-out=$(realpath "$out")
 
 cargo build --release -p vt-convert --bin vt-convert
 convert=${CARGO_TARGET_DIR:-target}/release/vt-convert
@@ -28,17 +29,21 @@ for source in "$checkpoints"/modelopt/*/*/config.json "$checkpoints"/gguf/tiny/*
 done
 rm -f "$out/refused.log"
 
-# Named as their stored texts are.
-real=("${@:3}")
-for model in SmolLM2-135M-Instruct.Q4_1 gemma-3-270m-q4_k_m; do
-    [ ${#real[@]} -gt 0 ] || [ ! -f .build/model/$model.gguf ] || found+=(".build/model/$model.gguf")
-done
-for source in "${real[@]}" "${found[@]}"; do
+if [ ${#real[@]} = 0 ]; then
+    for model in SmolLM2-135M-Instruct.Q4_1 gemma-3-270m-q4_k_m; do
+        if [ -f ".build/model/$model.gguf" ]; then
+            real+=(".build/model/$model.gguf")
+        else
+            echo "SKIPPED: .build/model/$model.gguf does not exist: the tests run without it" >&2
+        fi
+    done
+fi
+for source in "${real[@]}"; do
     name=$(basename "$source" .gguf)
+    # As its stored text is named.
     [ "$name" != SmolLM2-135M-Instruct.Q4_1 ] || name=smollm2-135m-Q4_1
-    [ -d "$out/bundles/$name" ] || "$convert" "$source" "$out/bundles/$name" --quiet
+    "$convert" "$source" "$out/bundles/$name" --quiet
 done
-[ ${#real[@]} -gt 0 ] || [ ${#found[@]} -eq 2 ] || echo "SKIPPED: real models that are not in .build/model: the tests run without them" >&2
 python3 tests/device/references.py "$out/bundles" "$checkpoints"
 
 tests=(-p vt-kernels -p vt-run)
