@@ -76,10 +76,11 @@ impl Reading {
         let named = |name: &str| ENCODINGS.iter().position(|other| other.name == name);
         let family = spec.decode.split_once('@')?.0;
         let (name, divides) = match family {
-            "nvfp4.modelopt" => ("nvfp4".to_owned(), false),
-            "nvfp4.compressed-tensors" => ("nvfp4".to_owned(), true),
-            "mxfp4" => ("mxfp4".to_owned(), false),
-            "mxfp4.ggml" => ("mxfp4_ggml".to_owned(), false),
+            // compressed-tensors allows other groups.
+            "nvfp4.modelopt" if matrix.group_size == 16 => ("nvfp4".to_owned(), false),
+            "nvfp4.compressed-tensors" if matrix.group_size == 16 => ("nvfp4".to_owned(), true),
+            "mxfp4" if matrix.group_size == 32 => ("mxfp4".to_owned(), false),
+            "mxfp4.ggml" if matrix.group_size == 32 => ("mxfp4_ggml".to_owned(), false),
             "q4_0.ggml" => (grouped_integers("int4", matrix, grouped)?, false),
             "q8_0.ggml" => (grouped_integers("int8", matrix, grouped)?, false),
             other => match other.rsplit_once('.')?.0 {
@@ -155,7 +156,8 @@ mod tests {
 
     #[test]
     fn other_matrices_are_left_to_other_kernels() {
-        // K of half a step; an encoding with two planes of codes.
+        // Groups of 32; K of half a step; an encoding with two planes of codes.
+        assert_eq!(Reading::of(&matrix("nvfp4.compressed-tensors@1", 128, 32)), None);
         assert_eq!(Reading::of(&matrix("nvfp4.modelopt@1", 96, 16)), None);
         assert_eq!(Reading::of(&matrix("q5_0.ggml@1", 128, 32)), None);
     }
