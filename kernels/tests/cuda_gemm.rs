@@ -162,8 +162,7 @@ fn every_encoding() {
     }
 }
 
-/// One row has kernels of its own in NVFP4: units of K that fill its eight groups and that do not, blocks that share columns and
-/// that do not.
+/// One row, as in a step of generation: matrices with few and with many columns, blocks that share columns and that do not.
 #[test]
 fn one_row_of_nvfp4() {
     let Some(device) = Products::open() else { return };

@@ -186,7 +186,8 @@ VT_DECODE(__nv_fp8_e4m3, e4m3, 128, 2, 2)
 VT_DECODE(__nv_fp8_e4m3, e4m3, 256, 1, 2)
 VT_DECODE(__nv_fp8_e4m3, e4m3, 256, 2, 1)
 
-// Merges the chunks of sequences that have several, in order: one warp a query head of a sequence.
+// Merges the chunks of sequences that have several, in order: one warp a query head of a sequence. After decode_hopper.cu it
+// leaves zeros behind.
 extern "C" __global__ void __launch_bounds__(kThreads) vt_decode_merge(const __grid_constant__ Decode p) {
     let_next_start();
     wait_for_previous();
@@ -196,34 +197,46 @@ extern "C" __global__ void __launch_bounds__(kThreads) vt_decode_merge(const __g
     const uint32_t first_chunk = p.firsts[sequence], chunks = p.firsts[sequence + 1] - first_chunk;
     if (chunks < 2) return;
     const uint64_t first = static_cast<uint64_t>(first_chunk) * heads + head;
-    float most = -INFINITY;
-    for (uint32_t c = lane; c < chunks; c += 32) most = fmaxf(most, p.stats[first + c * heads].x);
-#pragma unroll
-    for (uint32_t step = 16; step > 0; step /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
     // A lane holds 4 elements of each 128.
-    float4 sums[2] = {};
-    float weight = 0.0f;
+    vt::Merged merged[2];
     for (uint32_t base = 0; base < chunks; base += 32) {
         float2 own = make_float2(-INFINITY, 0.0f);
-        if (base + lane < chunks) own = p.stats[first + (base + lane) * heads];
-        const float factor = vt::relative(p, own.x, most), part = own.y * factor;
+        if (base + lane < chunks) {
+            float2* place = p.stats + first + (base + lane) * heads;
+            own = *place;
+            if (p.apart != 0) *place = make_float2(0.0f, 0.0f);
+        }
         const uint32_t count = min(32u, chunks - base);
-        const float* from = p.partial + (first + static_cast<uint64_t>(base) * heads) * p.dim + lane * 4;
-#pragma unroll 8
-        for (uint32_t c = 0; c < count; ++c) {
-            const float f = __shfl_sync(~0u, factor, c);
-            weight += __shfl_sync(~0u, part, c);
+        float* from = p.partial + (first + static_cast<uint64_t>(base) * heads) * p.dim + lane * 4;
+        constexpr uint32_t kAtOnce = 4;
+        for (uint32_t some = 0; some < count; some += kAtOnce) {
+            float4 v[kAtOnce][2];
+            const auto place = [&](uint32_t c, uint32_t i) {
+                return reinterpret_cast<float4*>(from + static_cast<uint64_t>(some + c) * heads * p.dim + 128 * i);
+            };
 #pragma unroll
-            for (uint32_t i = 0; i < 2; ++i) {
-                if (128 * i + lane * 4 >= p.dim) continue;
-                const float4 v = *reinterpret_cast<const float4*>(from + static_cast<uint64_t>(c) * heads * p.dim + 128 * i);
-                sums[i].x += v.x * f, sums[i].y += v.y * f, sums[i].z += v.z * f, sums[i].w += v.w * f;
+            for (uint32_t c = 0; c < kAtOnce; ++c) {
+#pragma unroll
+                for (uint32_t i = 0; i < 2; ++i) {
+                    if (some + c < count && 128 * i + lane * 4 < p.dim) v[c][i] = *place(c, i);
+                }
+            }
+#pragma unroll
+            for (uint32_t c = 0; c < kAtOnce; ++c) {
+                if (some + c >= count) break;
+                const float2 stat = make_float2(__shfl_sync(~0u, own.x, some + c), __shfl_sync(~0u, own.y, some + c));
+#pragma unroll
+                for (uint32_t i = 0; i < 2; ++i) {
+                    if (128 * i + lane * 4 >= p.dim) continue;
+                    merged[i].add(p, v[c][i], stat);
+                    if (p.apart != 0) *place(c, i) = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+                }
             }
         }
     }
 #pragma unroll
     for (uint32_t i = 0; i < 2; ++i) {
         const uint32_t d = 128 * i + lane * 4;
-        if (d < p.dim) vt::write_out(p, p.rows[sequence], head, d, sums[i], weight);
+        if (d < p.dim) vt::write_out(p, p.rows[sequence], head, d, merged[i].sum, merged[i].weight);
     }
 }

@@ -43,6 +43,8 @@ struct Decode {
     float value_scale;
     // Of the cache as rows of a head's elements, the first of this layer.
     uint32_t cache_row;
+    // decode_hopper.cu: chunks are merged by another kernel, which leaves zeros in place of their sums.
+    uint32_t apart;
     // decode_hopper.cu: the rows hold the heads as they were projected. Cosines and sines [T, D / 2] turn queries and keys;
     // null: queries are ready, and the cache holds the token.
     const float2* angles;
@@ -298,6 +300,27 @@ __device__ __forceinline__ void store(const Decode& p, const Sums<D, Columns>& s
 __device__ __forceinline__ float relative(const Decode& p, float own, float most) {
     return own == -INFINITY ? 0.0f : exp2_fast((own - most) * p.scores.log2_scale);
 }
+
+// Chunks of a head, merged one after the other: four elements, the largest score, the sum of weights. Every kernel merges like
+// this, so that a sequence's result does not depend on which one does.
+struct Merged {
+    float4 sum = {0.0f, 0.0f, 0.0f, 0.0f};
+    float most = -INFINITY, weight = 0.0f;
+
+    __device__ __forceinline__ void add(const Decode& p, float4 v, float2 stat) {
+        const float larger = fmaxf(most, stat.x);
+        const float old = relative(p, most, larger), fresh = relative(p, stat.x, larger);
+        sum.x = rescaled(sum.x, old, v.x, fresh), sum.y = rescaled(sum.y, old, v.y, fresh);
+        sum.z = rescaled(sum.z, old, v.z, fresh), sum.w = rescaled(sum.w, old, v.w, fresh);
+        weight = rescaled(weight, old, stat.y, fresh);
+        most = larger;
+    }
+
+    // Not left to the compiler, which might round differently from kernel to kernel.
+    static __device__ __forceinline__ float rescaled(float a, float old, float b, float fresh) {
+        return __fmaf_rn(b, fresh, __fmul_rn(a, old));
+    }
+};
 
 __device__ __forceinline__ void write_out(const Decode& p, uint32_t row, uint32_t head, uint32_t d, float4 sum, float weight) {
     const float factor = p.value_scale / weight;

@@ -3,7 +3,8 @@
 //
 // Of a thread block, one warp copies stored blocks into a ring in shared memory, far ahead of their use and across units;
 // four compute; three merge the four's sums, head by head, and write them, so that the others do not wait for that. A
-// sequence's last chunk collects what the chunks before leave.
+// sequence's last chunk collects what the chunks before leave, unless that is left to the kernel that decode.cu has for it: waiting
+// is quickest where units are few, and holds up the units behind where they are many.
 //
 // The kernel may be given the heads as they were projected. Then it norms and rotates them itself, writes the token's key and
 // value into the cache, and needs nothing else of the step: what the cache holds of earlier steps is on its way before the
@@ -241,16 +242,7 @@ __device__ __forceinline__ void collect(const Decode& p, const Unit& u, uint32_t
                                         float own_weight) {
     constexpr uint32_t kAtOnce = 4, kLanes = D == 128 ? ~0u : (1u << (D / 4)) - 1;
     const uint32_t heads = p.kv_heads * p.group, before = u.chunks - 1;
-    float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    float most = -INFINITY, weight = 0.0f;
-    const auto add = [&](float4 v, float2 stat) {
-        const float larger = fmaxf(most, stat.x);
-        const float old = vt::relative(p, most, larger), fresh = vt::relative(p, stat.x, larger);
-        sum.x = sum.x * old + v.x * fresh, sum.y = sum.y * old + v.y * fresh;
-        sum.z = sum.z * old + v.z * fresh, sum.w = sum.w * old + v.w * fresh;
-        weight = weight * old + stat.y * fresh;
-        most = larger;
-    };
+    vt::Merged merged;
     for (uint32_t base = 0; base < before; base += kAtOnce) {
         float4 v[kAtOnce];
         float2 stat[kAtOnce];
@@ -278,11 +270,11 @@ __device__ __forceinline__ void collect(const Decode& p, const Unit& u, uint32_t
             if (base + i >= before) continue;
             __stcg(reinterpret_cast<float4*>(p.partial + record_of(i) * p.dim + d), make_float4(0.0f, 0.0f, 0.0f, 0.0f));
             if (d == 0) __stcg(p.stats + record_of(i), make_float2(0.0f, 0.0f));
-            add(v[i], stat[i]);
+            merged.add(p, v[i], stat[i]);
         }
     }
-    add(own, make_float2(own_most, own_weight));
-    vt::write_out(p, u.row, head, d, sum, weight);
+    merged.add(p, own, make_float2(own_most, own_weight));
+    vt::write_out(p, u.row, head, d, merged.sum, merged.weight);
 }
 
 // Merges some heads of every unit.
@@ -298,7 +290,7 @@ __device__ __forceinline__ void merge_units(const Decode& p, const uint32_t* pre
         vt::merge_warps<kMergers>(
             p, u, merges[turn % 2], which, lane,
             [&](uint64_t record, uint32_t head, uint32_t d, float4 sum, float most, float weight) {
-                if (last) collect<D>(p, u, head, d, sum, most, weight);
+                if (p.apart == 0 && last) collect<D>(p, u, head, d, sum, most, weight);
                 else leave(p, record, d, sum, most, weight);
             });
         hopper::barrier_arrive(barriers.merged(turn % 2));

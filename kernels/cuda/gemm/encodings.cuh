@@ -125,10 +125,8 @@ struct Nvfp4Few : Encoding<4, 0, 1, Apply::IN_GROUP, 2, false> {
 
     __device__ static __forceinline__ void expand(const W &w, u32 j, u32, u32 (&a)[4]) { expand_e2m1(w.first[j], a); }
 
-    __device__ static __forceinline__ void scales(const u32 *at, Eight &d, Eight &, u32) { factors_of(load_shared_8(at[0]), d); }
-
-    /// Of a lane's eight bytes.
-    __device__ static __forceinline__ void factors_of(uint2 words, Eight &d) {
+    __device__ static __forceinline__ void scales(const u32 *at, Eight &d, Eight &, u32) {
+        const uint2 words = load_shared_8(at[0]);
         interleaved(words.x, d[0], d[1]);
         interleaved(words.y, d[2], d[3]);
     }

@@ -4,7 +4,6 @@
 
 #include "common/async.cuh"
 #include "common/gates.cuh"
-#include "gemm/dequant.cuh"
 #include "gemm/request.cuh"
 
 /// Where units of 32 along K go: slot `s` of a row's units in shared memory holds unit `base + s`, from the first again behind
@@ -32,23 +31,6 @@ __device__ __forceinline__ u32 bf16_pair(float low, float high) {
     return to_bf16(low) | static_cast<u32>(to_bf16(high)) << 16;
 }
 
-/// 2^`power`.
-__device__ __forceinline__ float power_of_two(int power) { return __uint_as_float(static_cast<u32>(127 + power) << 23); }
-
-/// Multiplies rows of bf16 at the shared address `x` by 2^`Raise`.
-template <u32 Threads, int Raise>
-__device__ __forceinline__ void raise_rows(u32 rows, u32 slots, u32 x, u32 pitch) {
-    const u32 power = (127 + Raise) << 7, pair = power << 16 | power;
-    for (u32 row = 0; row < rows; ++row) {
-        for (u32 c = threadIdx.x; c < 4 * slots; c += Threads) {
-            const u32 at = x + row * pitch + 16 * c;
-            const uint4 v = load_shared_16(at);
-            store_shared_16(at, {multiply_pairs(v.x, pair), multiply_pairs(v.y, pair), multiply_pairs(v.z, pair),
-                                 multiply_pairs(v.w, pair)});
-        }
-    }
-}
-
 /// Norm weights that a thread will want, loaded before there is anything to multiply them with.
 template <u32 Threads> struct NormWeights {
     static constexpr u32 KEPT = 3;
@@ -69,9 +51,9 @@ template <u32 Threads> struct NormWeights {
     }
 };
 
-/// bf16 rows at the shared address `x`, `pitch` bytes apart: f32 rows `m0 .. m0 + rows`, normed, times 2^`Raise`. `weights` are
-/// those of the slots from the first on. `scratch`: a float per warp and row. Sums have one order, whatever the number of rows.
-template <u32 Threads, int Raise>
+/// bf16 rows at the shared address `x`, `pitch` bytes apart: f32 rows `m0 .. m0 + rows`, normed. `weights` are those of the
+/// slots from the first on. `scratch`: a float per warp and row. Sums have one order, whatever the number of rows.
+template <u32 Threads>
 __device__ __forceinline__ void norm_rows(const Request &r, u32 m0, u32 rows, const Slots &slots, u32 x, u32 pitch,
                                           const NormWeights<Threads> &weights, float *scratch) {
     constexpr u32 WARPS = Threads / 32;
@@ -102,7 +84,7 @@ __device__ __forceinline__ void norm_rows(const Request &r, u32 m0, u32 rows, co
         for (u32 w = 0; w < WARPS; ++w) {
             sum += scratch[row * WARPS + w];
         }
-        const float factor = power_of_two(Raise) / sqrtf(sum / static_cast<float>(4 * quads) + r.eps);
+        const float factor = 1.0f / sqrtf(sum / static_cast<float>(4 * quads) + r.eps);
         const auto put = [&](u32 c, float4 w) {
             const float4 v = from[8 * slots.unit(c / 8) + c % 8];
             store_shared_8(x + row * pitch + 8 * c, bf16_pair(v.x * factor * w.x, v.y * factor * w.y),
@@ -122,7 +104,7 @@ __device__ __forceinline__ void norm_rows(const Request &r, u32 m0, u32 rows, co
 }
 
 /// The same of rows of gates and of what they are multiplied with, `up_at` elements behind.
-template <u32 Threads, int Raise>
+template <u32 Threads>
 __device__ __forceinline__ void gate_rows(const Request &r, u32 m0, u32 rows, const Slots &slots, u32 x, u32 pitch) {
     for (u32 row = 0; row < rows; ++row) {
         const u16 *from = r.x + static_cast<u64>(m0 + row) * r.x_stride;
@@ -136,7 +118,7 @@ __device__ __forceinline__ void gate_rows(const Request &r, u32 m0, u32 rows, co
             for (u32 i = 0; i < 4; ++i) {
                 const float low = vt::gate(r.gate, bf16_bits(gates[i]), bf16_bits(ups[i]));
                 const float high = vt::gate(r.gate, bf16_bits(gates[i] >> 16), bf16_bits(ups[i] >> 16));
-                out[i] = bf16_pair(low * power_of_two(Raise), high * power_of_two(Raise));
+                out[i] = bf16_pair(low, high);
             }
             store_shared_16(x + row * pitch + 16 * c, out);
         }

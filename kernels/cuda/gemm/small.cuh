@@ -57,12 +57,8 @@ template <class E, u32 MB, u32 NT, u32 WN, u32 WK, u32 D> struct Shape {
 __device__ __forceinline__ void keep(u32 &value) { asm volatile("" : "+r"(value)); }
 __device__ __forceinline__ void keep(const u8 *&value) { asm volatile("" : "+l"(value)); }
 
-/// `One`: there is one row. Then the columns of the B operand are not rows but groups of 16 along K, of which each lane sees two:
-/// sums of eight groups are scaled at once, by as many instructions as those of one otherwise.
-template <class E, u32 MB, u32 NT, u32 WN, u32 WK, u32 D, bool One> struct SmallProduct {
+template <class E, u32 MB, u32 NT, u32 WN, u32 WK, u32 D> struct SmallProduct {
     using S = Shape<E, MB, NT, WN, WK, D>;
-    static_assert(!One || (MB == 1 && E::MODE == Apply::IN_GROUP && E::GROUPS == 2 && E::PLANES == 1 && !E::MIN),
-                  "sums of groups of 16, times a scale");
 
     const Tiled &w;
     const Request &r;
@@ -85,11 +81,6 @@ template <class E, u32 MB, u32 NT, u32 WN, u32 WK, u32 D, bool One> struct Small
     /// Where it finds its codes and scales in a stage.
     u32 lane_codes, lane_scales;
     float acc[NT][MB][4][4];
-    /// Of one row: sums of up to eight groups in `acc`, the scales of this lane's two, how many units they are of, and the
-    /// sums of what was scaled, of columns g and g + 8.
-    uint2 group_scales[NT][2];
-    u32 phase;
-    float scaled[NT][4][2];
 
     __device__ __forceinline__ u32 tile_column(u32 group) const {
         const u32 column = group * (NT * WN) + wn * NT;
@@ -200,17 +191,6 @@ template <class E, u32 MB, u32 NT, u32 WN, u32 WK, u32 D, bool One> struct Small
                     for (u32 i = 0; i < 4; ++i) {
                         acc[t][b][j][i] = 0;
                     }
-        if constexpr (One) {
-            phase = 0;
-#pragma unroll
-            for (u32 t = 0; t < NT; ++t) {
-                group_scales[t][0] = group_scales[t][1] = make_uint2(0, 0);
-#pragma unroll
-                for (u32 j = 0; j < 4; ++j) {
-                    scaled[t][j][0] = scaled[t][j][1] = 0;
-                }
-            }
-        }
     }
 
     /// Loads what the lane owns of `Bits` bits of every code of a tile.
@@ -343,77 +323,6 @@ template <class E, u32 MB, u32 NT, u32 WN, u32 WK, u32 D, bool One> struct Small
         }
     }
 
-    /// The same with one row: only sums up.
-    template <class Refill> __device__ __forceinline__ void multiply_unit_of_one(u32 stage, u32 slot, Refill refill) {
-        Words<E::BITS0, E::BITS1> words[NT][2];
-#pragma unroll
-        for (u32 t = 0; t < NT; ++t)
-#pragma unroll
-            for (u32 s = 0; s < 2; ++s) {
-                load_words(stage, t, s, words[t][s]);
-                if (lane % 4 == phase) {
-                    group_scales[t][s] = load_shared_8(stage + S::scale_offset(0) + (s * NT + t) * 64 * E::size(0) + lane_scales);
-                }
-            }
-        // Matrices of a unit: two per group. Group `i` of eight is the activations in row `i`, among rows of zeros.
-        const bool own = lane % 8 - lane / 16 == 2 * phase;
-        u32 b[4];
-        load_matrices(b, own ? x_row[0] + slot * x_step[0] : zeros);
-        __syncwarp();
-        refill();
-#pragma unroll
-        for (u32 t = 0; t < NT; ++t)
-#pragma unroll
-            for (u32 j = 0; j < 4; ++j) {
-                u32 a[2][4];
-                E::expand(words[t][0], j, 0, a[0]);
-                E::expand(words[t][1], j, 0, a[1]);
-                multiply_add(acc[t][0][j], a[0], b[0], b[1]);
-                multiply_add(acc[t][0][j], a[1], b[2], b[3]);
-            }
-        if (++phase == 4) {
-            scale_groups();
-        }
-    }
-
-    /// Scales the sums of the groups, and begins the next ones.
-    __device__ __forceinline__ void scale_groups() {
-#pragma unroll
-        for (u32 t = 0; t < NT; ++t) {
-            Eight factors[2];
-#pragma unroll
-            for (u32 s = 0; s < 2; ++s) {
-                E::factors_of(group_scales[t][s], factors[s]);
-                // Sums of groups that do not come are 0, and their scales must be numbers.
-                group_scales[t][s] = make_uint2(0, 0);
-            }
-#pragma unroll
-            for (u32 j = 0; j < 4; ++j) {
-                float(&sum)[4] = acc[t][0][j];
-                scaled[t][j][0] = fmaf(factors[0][j].x, sum[0], fmaf(factors[1][j].x, sum[1], scaled[t][j][0]));
-                scaled[t][j][1] = fmaf(factors[0][j].y, sum[2], fmaf(factors[1][j].y, sum[3], scaled[t][j][1]));
-                sum[0] = sum[1] = sum[2] = sum[3] = 0;
-            }
-        }
-        phase = 0;
-    }
-
-    /// The sums of all groups, where `reduce` looks for those of the first row.
-    __device__ __forceinline__ void finish_one() {
-        scale_groups();
-#pragma unroll
-        for (u32 t = 0; t < NT; ++t)
-#pragma unroll
-            for (u32 j = 0; j < 4; ++j)
-#pragma unroll
-                for (u32 h = 0; h < 2; ++h) {
-                    float sum = scaled[t][j][h];
-                    sum += __shfl_xor_sync(0xFFFFFFFF, sum, 1);
-                    sum += __shfl_xor_sync(0xFFFFFFFF, sum, 2);
-                    acc[t][0][j][2 * h] = sum;
-                }
-    }
-
     /// Adds a group's sums, times the factors of columns g and g + 8.
     __device__ static __forceinline__ void add_scaled(float (&to)[4], const float (&sum)[4], float2 factor) {
         to[0] = fmaf(factor.x, sum[0], to[0]);
@@ -468,9 +377,6 @@ template <class E, u32 MB, u32 NT, u32 WN, u32 WK, u32 D, bool One> struct Small
     __device__ __forceinline__ void reduce(u32 group, u32 begin, u32 end, u32 range) {
         const u32 g = lane / 4, q = lane % 4;
         Quads value;
-        if constexpr (One) {
-            finish_one();
-        }
         const u32 own = threadIdx.x / ROW_QUADS * S::SUM_ROW + threadIdx.x % ROW_QUADS * 4;
 #pragma unroll
         for (u32 m = 0; m < MB; ++m) {
@@ -595,7 +501,7 @@ template <class E, u32 MB, u32 NT, u32 WN, u32 WK, u32 D, bool One> struct Small
         enter_group();
 #pragma unroll
         for (u32 m = 0; m < MB; ++m) {
-            const u32 row = One ? 0 : 8 * m + lane % 8;
+            const u32 row = 8 * m + lane % 8;
             x_row[m] = (row < rows ? x + row * x_pitch : zeros) + 16 * (lane / 8);
             x_step[m] = row < rows ? 64 : 0;
             keep(x_row[m]);
@@ -619,7 +525,9 @@ template <class E, u32 MB, u32 NT, u32 WN, u32 WK, u32 D, bool One> struct Small
         } else {
             fetch_chunk(0, min(chunk, count));
         }
-        settle_inputs(0, min(chunk, count));
+        copy_commit();
+        copy_wait<0>();
+        __syncthreads();
         clear();
         u32 stage = ring, i = wk, begin = 0;
         const u32 ring_end = ring + D * S::STAGE;
@@ -635,7 +543,9 @@ template <class E, u32 MB, u32 NT, u32 WN, u32 WK, u32 D, bool One> struct Small
                 } else {
                     fetch_chunk(start, stop);
                 }
-                settle_inputs(start, stop);
+                copy_commit();
+                copy_wait<0>();
+                __syncthreads();
             }
             while (begin < stop) {
                 const u32 group = (first + begin) / p.units;
@@ -645,15 +555,10 @@ template <class E, u32 MB, u32 NT, u32 WN, u32 WK, u32 D, bool One> struct Small
                     copy_wait<D - 1>();
                     __syncwarp();
                     const u32 slot = i - skipped;
-                    const auto refill = [&] {
+                    multiply_unit(stage, slot, [&] {
                         fetch(stage);
                         copy_commit();
-                    };
-                    if constexpr (One) {
-                        multiply_unit_of_one(stage, slot, refill);
-                    } else {
-                        multiply_unit(stage, slot, refill);
-                    }
+                    });
                     stage = stage + S::STAGE == ring_end ? ring : stage + S::STAGE;
                 }
                 const u32 done = first + end - group * p.units;
@@ -669,20 +574,6 @@ template <class E, u32 MB, u32 NT, u32 WN, u32 WK, u32 D, bool One> struct Small
     /// Whether the kernel makes activations where it is asked to.
     static constexpr bool MAKES_INPUTS = MB == 1;
 
-    /// With one row, activations are raised where they are put into shared memory.
-    static constexpr int RAISED = One ? E::RAISE : 0;
-
-    /// Ends the putting of activations of the block's units `from` to `end` into shared memory.
-    __device__ __forceinline__ void settle_inputs(u32 from, u32 end) const {
-        copy_commit();
-        copy_wait<0>();
-        __syncthreads();
-        if (RAISED != 0 && r.input == INPUT_ROWS) {
-            raise_rows<S::THREADS, RAISED>(rows, slots_of(from, end).count, x, x_pitch);
-            __syncthreads();
-        }
-    }
-
     /// Slots of the block's units `from` to `end`, or of all units.
     __device__ __forceinline__ Slots slots_of(u32 from, u32 end) const {
         return p.x_whole ? Slots{0, p.units, p.units} : Slots{(first + from) % p.units, end - from, p.units};
@@ -692,9 +583,9 @@ template <class E, u32 MB, u32 NT, u32 WN, u32 WK, u32 D, bool One> struct Small
     __device__ __forceinline__ void make_inputs(u32 from, u32 end, const NormWeights<S::THREADS> &weights) const {
         const Slots slots = slots_of(from, end);
         if (r.input == INPUT_NORMED) {
-            norm_rows<S::THREADS, RAISED>(r, m0, rows, slots, x, x_pitch, weights, sums);
+            norm_rows<S::THREADS>(r, m0, rows, slots, x, x_pitch, weights, sums);
         } else {
-            gate_rows<S::THREADS, RAISED>(r, m0, rows, slots, x, x_pitch);
+            gate_rows<S::THREADS>(r, m0, rows, slots, x, x_pitch);
         }
     }
 
@@ -708,7 +599,7 @@ template <class E, u32 MB, u32 NT, u32 WN, u32 WK, u32 D, bool One> struct Small
     }
 };
 
-template <class E, u32 MB, u32 NT, u32 WN, u32 WK, u32 D, bool One = false>
+template <class E, u32 MB, u32 NT, u32 WN, u32 WK, u32 D>
 __device__ __forceinline__ void small_product(const Tiled &w, const Request &r, const Plan &p) {
     extern __shared__ __align__(128) u8 shared[];
     let_next_start();
@@ -718,7 +609,7 @@ __device__ __forceinline__ void small_product(const Tiled &w, const Request &r, 
     const RowRange range = rows_of(r, blockIdx.z);
     // Only an expert may have more rows than a block takes at once.
     for (u32 m0 = range.first + blockIdx.y * (8 * MB); m0 < range.end; m0 += gridDim.y * (8 * MB)) {
-        SmallProduct<E, MB, NT, WN, WK, D, One> product{w, r, p, blockIdx.z * r.expert_stride};
+        SmallProduct<E, MB, NT, WN, WK, D> product{w, r, p, blockIdx.z * r.expert_stride};
         product.m0 = m0;
         product.rows = min(range.end - m0, 8 * MB);
         product.run(shared);

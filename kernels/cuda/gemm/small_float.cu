@@ -8,8 +8,4 @@
     VT_SMALL_BRIEF(X, mxfp4, Mxfp4)                                                                                            \
     VT_SMALL_BRIEF(X, mxfp8, Mxfp8)
 
-#define LIST_OF_ONE(X)                                                                                                         \
-    X(nvfp4, narrow, Nvfp4Few, 1, 1, 12, 5)                                                                                    \
-    X(nvfp4, wide, Nvfp4Few, 1, 4, 4, 4)
-
-VT_SMALL_KERNELS(LIST, LIST_OF_ONE)
+VT_SMALL_KERNELS(LIST)

@@ -16,4 +16,4 @@
     VT_SMALL_BRIEF(X, mxfp4_ggml, Mxfp4Ggml)                                                                                   \
     VT_SMALL_BRIEF(X, nvfp4_ggml, Nvfp4Ggml)
 
-VT_SMALL_KERNELS(LIST, VT_SMALL_NO_KERNELS)
+VT_SMALL_KERNELS(LIST)

@@ -27,4 +27,4 @@ using U8Bf16Zeros = Zeros<8, Bf16>;
     VT_SMALL_BRIEF(X, u8_bf16_zeros, U8Bf16Zeros)                                                                              \
     VT_SMALL_BRIEF(X, u8_tensor, Int8Tensor)
 
-VT_SMALL_KERNELS(LIST, VT_SMALL_NO_KERNELS)
+VT_SMALL_KERNELS(LIST)

@@ -35,23 +35,10 @@ template <class E, u32 MB, u32 NT, u32 WN, u32 WK, u32 D> struct Depth {
     SmallKernel{"vt_gemm_" #NAME "_" #ROWS "_" #TAG, ROWS, 64 * (NT) * (WN), 32 * (WN) * (WK),                                 \
                 Shape<ENCODING, ROWS / 8, NT, WN, WK, Depth<ENCODING, ROWS / 8, NT, WN, WK, D>::VALUE>::FIXED},
 
-/// The same for one row.
-#define VT_SMALL_KERNEL_ONE(NAME, TAG, ENCODING, NT, WN, WK, D)                                                                \
-    extern "C" __global__ void __launch_bounds__(32 * (WN) * (WK), 1)                                                          \
-        vt_gemm_##NAME##_1_##TAG(const __grid_constant__ Tiled w, const __grid_constant__ Request r,                           \
-                                 const __grid_constant__ Plan p) {                                                             \
-        small_product<ENCODING, 1, NT, WN, WK, Depth<ENCODING, 1, NT, WN, WK, D>::VALUE, true>(w, r, p);                       \
-    }
-#define VT_SMALL_ENTRY_ONE(NAME, TAG, ENCODING, NT, WN, WK, D)                                                                 \
-    SmallKernel{"vt_gemm_" #NAME "_1_" #TAG, 1, 64 * (NT) * (WN), 32 * (WN) * (WK),                                            \
-                Shape<ENCODING, 1, NT, WN, WK, Depth<ENCODING, 1, NT, WN, WK, D>::VALUE>::FIXED},
-
-/// Compiles a list `LIST(X)`, and one of kernels for one row, and their table.
-#define VT_SMALL_KERNELS(LIST, LIST_OF_ONE)                                                                                    \
+/// Compiles a list `LIST(X)` and its table.
+#define VT_SMALL_KERNELS(LIST)                                                                                                 \
     LIST(VT_SMALL_KERNEL)                                                                                                      \
-    LIST_OF_ONE(VT_SMALL_KERNEL_ONE)                                                                                           \
-    extern "C" __constant__ SmallKernel vt_gemm_small_kernels[] = {LIST(VT_SMALL_ENTRY) LIST_OF_ONE(VT_SMALL_ENTRY_ONE)};
-#define VT_SMALL_NO_KERNELS(X)
+    extern "C" __constant__ SmallKernel vt_gemm_small_kernels[] = {LIST(VT_SMALL_ENTRY)};
 
 /// Few rows and many, a tile column or several side by side, for matrices with few and with many columns.
 #define VT_SMALL_FULL(X, NAME, FEW, ENCODING)                                                                                  \

@@ -33,6 +33,8 @@ pub const MAX_DECODE_SEQUENCES: usize = 4096;
 const FEW_CHUNKS: usize = 32;
 /// Positions of the shortest chunk.
 const SHORTEST_CHUNK: usize = 128;
+/// Most sequences whose chunks the kernel for Hopper merges itself.
+const FEW_SEQUENCES: usize = 4;
 /// Positions of the longest chunk.
 const LONGEST_CHUNK: usize = 1024;
 
@@ -123,6 +125,7 @@ struct Decode {
     scores: Scores,
     value_scale: f32,
     cache_row: u32,
+    apart: u32,
     angles: u64,
     q_norm: u64,
     k_norm: u64,
@@ -344,6 +347,7 @@ impl Attention {
             scores: Scores::new(shape, self.key_scale(scales)),
             value_scale: self.value_scale(scales),
             cache_row: 0,
+            apart: u32::from(sequences > FEW_SEQUENCES),
             angles: projected.map_or(0, |p| p.angles),
             q_norm,
             k_norm,
@@ -356,16 +360,19 @@ impl Attention {
         let chunks = workspace.max_context.div_ceil(LONGEST_CHUNK).max(FEW_CHUNKS) + 1;
         let units = (sequences * chunks).saturating_mul(self.kv_heads as usize);
         let special = self.hopper_for(cache).and_then(|kernels| kernels.decode(stream, layer, units, parameters));
-        if let Some(launched) = special {
-            return launched;
-        }
-        let blocks = units.min(self.decode_blocks as usize) as u32;
-        let shared = self.decode_shared + 4 * (sequences as u32 + 1);
-        // SAFETY: `Decode` is the kernel's parameter; what its addresses name is as large as the batch and the workspace say,
-        // and the caller keeps it.
-        unsafe {
-            let arguments = &mut arguments![parameters];
-            self.decode.launch_early(stream, [blocks, 1, 1], [THREADS, 1, 1], shared, arguments)?;
+        match special {
+            Some(launched) if sequences <= FEW_SEQUENCES => return launched,
+            Some(launched) => launched?,
+            None => {
+                let blocks = units.min(self.decode_blocks as usize) as u32;
+                let shared = self.decode_shared + 4 * (sequences as u32 + 1);
+                // SAFETY: `Decode` is the kernel's parameter; what its addresses name is as large as the batch and the
+                // workspace say, and the caller keeps it.
+                unsafe {
+                    let arguments = &mut arguments![parameters];
+                    self.decode.launch_early(stream, [blocks, 1, 1], [THREADS, 1, 1], shared, arguments)?;
+                }
+            }
         }
         if workspace.max_context <= SHORTEST_CHUNK {
             return Ok(());

@@ -18,7 +18,7 @@ const SOURCES: [&str; 3] = ["gemm/small_float", "gemm/small_integer", "gemm/smal
 const UNIT_K: u32 = 32;
 /// Bytes of an entry of the table: a name of 40 bytes and four numbers.
 const ENTRY_BYTES: usize = 56;
-/// Most rows of the kernels that make activations where they are asked to: `MAKES_INPUTS` in `cuda/gemm/small.cuh`.
+/// Rows of the kernels that make activations where they are asked to: `MAKES_INPUTS` in `cuda/gemm/small.cuh`.
 const MAKING_ROWS: u32 = 8;
 /// Rows that one kernel takes in any case where results must not depend on their number.
 const DETERMINISTIC_ROWS: u32 = 16;
@@ -224,13 +224,11 @@ impl SmallKernels {
 
 impl Chosen<'_> {
     pub(super) fn makes_inputs(&self) -> bool {
-        self.kernel.rows <= MAKING_ROWS
+        self.kernel.rows == MAKING_ROWS
     }
 
     fn workspace_bytes(&self) -> u64 {
-        // A kernel for one row leaves sums as one for eight.
-        let rows = self.kernel.rows.next_multiple_of(8);
-        u64::from(self.plan.blocks) * u64::from(rows) * u64::from(self.kernel.columns) * 4
+        u64::from(self.plan.blocks) * u64::from(self.kernel.rows) * u64::from(self.kernel.columns) * 4
     }
 }
 
