@@ -30,6 +30,9 @@ const SOURCES: &[&str] = &[
     "attention/prefill_hopper",
     "kv_cache/write",
     // Products with matrices.
+    "gemm/experts_float",
+    "gemm/experts_ggml",
+    "gemm/experts_integer",
     "gemm/generic",
     "gemm/rows",
     "gemm_hopper/few",
@@ -42,6 +45,7 @@ const SOURCES: &[&str] = &[
     // What a device can do.
     "measure/read",
     "moe/route",
+    "moe/router",
     "sampling/sample",
 ];
 /// What a daily build targets: Hopper with its own instructions.

@@ -10,7 +10,8 @@ use common::{Random, RandomMatrix, encodings};
 use half::bf16;
 use std::ops::Range;
 use vt_bundle::codec::ggml::raw;
-use vt_kernels::cuda::gemm::{DeviceMatrix, ExpertGroups, GemmRequest, OutType};
+use vt_kernels::activation::Gate;
+use vt_kernels::cuda::gemm::{DeviceMatrix, ExpertFusion, ExpertGroups, GemmRequest, OutType};
 use vt_kernels::cuda::{CudaError, DeviceMemory};
 use vt_kernels::{FloatType, RawWeight, RowsWeight, Weight, reference};
 
@@ -265,7 +266,8 @@ fn experts_see_their_own_rows() {
             accumulate: false,
             deterministic: false,
         };
-        let groups = ExpertGroups { count: 5, stride, offsets: offset_memory.address() };
+        let offsets_at = offset_memory.address();
+        let groups = ExpertGroups { count: 5, stride, offsets: offsets_at, most: 70, settled: true };
         device.gemm.launch_grouped(&device.stream, &record, &request, &groups, workspace.address()).unwrap();
         device.stream.synchronize().unwrap();
         let mut bytes = vec![0; m * n * 4];
@@ -284,6 +286,107 @@ fn experts_see_their_own_rows() {
                     let (expected, scale) = (expected[i * n + column], magnitude[i * n + column]);
                     assert!((got - expected).abs() <= 3e-6 * scale, "{decode}: {row}, {column}: {got}, not {expected}");
                 }
+            }
+        }
+    }
+}
+
+/// Tokens of each of `experts`, `top_k` experts a token, as routing sorts them: offsets, and the pair of each row.
+fn routed(random: &mut Random, tokens: usize, experts: usize, top_k: usize) -> (Vec<u32>, Vec<u32>) {
+    let mut rows = vec![Vec::new(); experts];
+    for token in 0..tokens {
+        let mut order: Vec<usize> = (0..experts).collect();
+        for j in 0..top_k {
+            order.swap(j, j + random.below(experts - j));
+            rows[order[j]].push((token * top_k + j) as u32);
+        }
+    }
+    let mut offsets = vec![0];
+    offsets.extend(rows.iter().scan(0, |sum, of| {
+        *sum += of.len() as u32;
+        Some(*sum)
+    }));
+    (offsets, rows.concat())
+}
+
+#[test]
+fn experts_find_their_tokens_and_gate_what_they_compute() {
+    let Some(device) = Products::open() else { return };
+    let random = &mut Random(15);
+    let silu = |x: f64| x / (1.0 + (-x).exp());
+    // Tokens, experts, experts of a token, K, and half of N: rows fewer and more than a tile has, parts of K and all of it.
+    let sizes: [(usize, usize, usize, usize, usize); 5] =
+        [(1, 40, 8, 2048, 192), (5, 9, 2, 96, 64), (40, 16, 4, 512, 128), (20, 3, 2, 1024, 64), (24, 20, 6, 6144, 64)];
+    let decodes = [("nvfp4.modelopt@1", 16), ("fp8.channel.bf16@1", 0), ("q4_k.ggml@1", 32), ("q6_k.ggml@1", 16)];
+    for (i, (tokens, count, top_k, k, half)) in sizes.into_iter().enumerate() {
+        for (decode, group) in decodes.into_iter().filter(|(d, _)| k % 256 == 0 || !d.contains("_k.")) {
+            let spec = vt_bundle::encoding::find(decode).unwrap();
+            let experts: Vec<RandomMatrix> =
+                (0..count).map(|_| RandomMatrix::new(spec, k, &[half as u64; 2], group, [0, 0], random)).collect();
+            let weights: Vec<Weight<'_>> = experts.iter().map(RandomMatrix::weight).collect();
+            let (record, stride) = DeviceMatrix::upload_experts(&device.context, &weights).unwrap();
+            let (offsets, pairs) = routed(random, tokens, count, top_k);
+            let (x, x_bytes) = activations(random, tokens, k, k);
+            let m = tokens * top_k;
+            let words = |words: &[u32]| device.bytes(&words.iter().flat_map(|o| o.to_le_bytes()).collect::<Vec<_>>());
+            let (x_memory, offset_memory, pair_memory) = (device.bytes(&x_bytes), words(&offsets), words(&pairs));
+            let workspace = workspace(&device, &record, m);
+            let out_stride = half + 8;
+            for (settled, deterministic) in [(true, false), (false, true)] {
+                let out = device.bytes(&vec![POISON; (m + 1) * out_stride * 2]);
+                let request = GemmRequest {
+                    x: x_memory.address(),
+                    x_stride: k as u32,
+                    m: m as u32,
+                    out: out.address(),
+                    out_type: OutType::Bf16,
+                    out_stride: out_stride as u32,
+                    bias: None,
+                    accumulate: false,
+                    deterministic,
+                };
+                let (count, most) = (count as u32, tokens as u32);
+                let groups = ExpertGroups { count, stride, offsets: offset_memory.address(), most, settled };
+                let pairs_at = Some((pair_memory.address(), top_k as u32));
+                let fusion = ExpertFusion { pairs: pairs_at, gate: Some(Gate::Silu) };
+                // Again and again: a launch leaves the workspace as it found it.
+                for _ in 0..3 {
+                    let stream = &device.stream;
+                    let launched = device.gemm.launch_fused(stream, &record, &request, &groups, &fusion, workspace.address());
+                    assert!(launched.unwrap(), "{decode}, sizes {i}");
+                }
+                device.stream.synchronize().unwrap();
+                let mut bytes = vec![0; (m + 1) * out_stride * 2];
+                out.read(0, &mut bytes).unwrap();
+                for (e, expert) in experts.iter().enumerate() {
+                    let rows = offsets[e] as usize..offsets[e + 1] as usize;
+                    let own: Vec<f32> = (rows.clone())
+                        .flat_map(|row| x[pairs[row] as usize / top_k * k..][..k].to_vec())
+                        .collect();
+                    let decoded = reference::decode(&expert.weight());
+                    let n = 2 * half;
+                    let expected = reference::matmul(&own, &decoded, k);
+                    let absolute = |v: &[f32]| v.iter().map(|v| v.abs()).collect::<Vec<_>>();
+                    let magnitude = reference::matmul(&absolute(&own), &absolute(&decoded), k);
+                    for (j, row) in rows.enumerate() {
+                        for column in 0..out_stride {
+                            let at = 2 * (row * out_stride + column);
+                            let raw = &bytes[at..at + 2];
+                            if column >= half {
+                                assert_eq!(raw, [POISON; 2], "{decode}, sizes {i}: beside row {row}");
+                                continue;
+                            }
+                            let got = f64::from(bf16::from_le_bytes([raw[0], raw[1]]).to_f32());
+                            let (g, u) = (expected[j * n + column], expected[j * n + half + column]);
+                            let (dg, du) = (magnitude[j * n + column], magnitude[j * n + half + column]);
+                            let exact = silu(g) * u;
+                            let error = 4e-6 * (1.1 * dg * u.abs() + du * silu(g).abs()) + exact.abs() / 256.0 + 1e-30;
+                            let place = format!("{decode}, sizes {i}, {settled}: {row}, {column}");
+                            assert!((got - exact).abs() <= error, "{place}: {got}, not {exact}");
+                        }
+                    }
+                }
+                assert!(bytes[m * out_stride * 2..].iter().all(|b| *b == POISON), "behind the rows");
             }
         }
     }

@@ -7,9 +7,11 @@ mod common;
 use common::Random;
 use common::device::{Device, POISON, rounded, small};
 use half::bf16;
-use vt_kernels::cuda::moe::{ExpertRows, MoeKernels, Routing, RoutingTables};
+use vt_kernels::cuda::gemm::DeviceMatrix;
+use vt_kernels::cuda::DeviceMemory;
+use vt_kernels::cuda::moe::{ExpertRows, MoeKernels, RouterRows, Routing, RoutingTables};
 use vt_kernels::softmax::softmax;
-use vt_kernels::{Context, FloatType};
+use vt_kernels::{Context, FloatType, RowsWeight, Weight};
 
 /// The `top_k` most likely experts in order of their indices, the first of equals first.
 fn choose(scores: &[f32], routing: &Routing) -> Vec<(u32, f32)> {
@@ -46,6 +48,12 @@ fn route(device: &Device, kernels: &MoeKernels, routing: &Routing, logits: &[f32
     let places = RoutingTables::at(memory.address(), tokens, experts, top_k).unwrap();
     let logits = device.floats(logits);
     kernels.route(&device.stream, routing, logits.address(), stride, at, &places).unwrap();
+    read_tables(device, memory, places, routing)
+}
+
+/// The tables as words; nothing is written beside them.
+fn read_tables(device: &Device, memory: DeviceMemory, places: RoutingTables, routing: &Routing) -> Tables {
+    let Routing { tokens, experts, top_k, .. } = *routing;
     let words = device.read_words(&memory);
     let table = |address: u64, len: usize| {
         let first = ((address - memory.address()) / 4) as usize;
@@ -72,7 +80,7 @@ struct Tables {
     pairs: Vec<u32>,
     rows: Vec<u32>,
     places: RoutingTables,
-    _memory: vt_kernels::cuda::DeviceMemory,
+    _memory: DeviceMemory,
 }
 
 impl Tables {
@@ -172,4 +180,93 @@ fn rows_that_are_not_numbers_stay_in_bounds() {
     assert!(tables.weights[..6].iter().all(|w| (w - 1.0 / 6.0).abs() < 1e-6));
     assert!(tables.weights[6..].iter().all(|w| w.is_nan()));
     tables.check_order(40);
+}
+
+/// Element `i` of a matrix of `dtype`, as bytes and as it is read back.
+fn stored(dtype: FloatType, value: f32) -> (Vec<u8>, f32) {
+    match dtype {
+        FloatType::F32 => (value.to_le_bytes().to_vec(), value),
+        FloatType::F16 => (half::f16::from_f32(value).to_le_bytes().to_vec(), half::f16::from_f32(value).to_f32()),
+        FloatType::Bf16 => (bf16::from_f32(value).to_le_bytes().to_vec(), bf16::from_f32(value).to_f32()),
+    }
+}
+
+#[test]
+fn a_router_norms_scores_and_chooses_in_one_go() {
+    let Some(device) = Device::open() else { return };
+    let (mut random, cx) = (Random(22), Context::new(2).unwrap());
+    let kernels = MoeKernels::new(&device.context).unwrap();
+    let eps = 1e-6f32;
+    for (experts, top_k, width, dtype) in [
+        (128, 8, 2048, FloatType::Bf16),
+        (8, 2, 96, FloatType::F32),
+        (60, 4, 1000, FloatType::F16),
+        (512, 10, 512, FloatType::Bf16),
+        (20, 3, 5120, FloatType::Bf16),
+    ] {
+        let elements: Vec<(Vec<u8>, f32)> =
+            random.activations(experts * width).into_iter().map(|v| stored(dtype, v * 0.1)).collect();
+        let bytes: Vec<u8> = elements.iter().flat_map(|e| e.0.clone()).collect();
+        let weight = Weight::Rows(RowsWeight::new(dtype, experts, width, &bytes).unwrap());
+        let matrix = DeviceMatrix::upload(&device.context, &weight).unwrap();
+        assert!(MoeKernels::routes(&matrix, width) && !MoeKernels::routes(&matrix, width + 8));
+        let norm = random.activations(width);
+        let most = 300;
+        let x = random.activations(most * width);
+        let (norm_memory, x_memory) = (device.floats(&norm), device.floats(&x));
+        let (stride, mut alone) = (experts + 5, Vec::new());
+        // More tokens after fewer and the reverse: counters are where they were, and are zero again.
+        for tokens in [1, 8, 300, 64, 65, 5, 1] {
+            let routing = Routing { tokens, experts, top_k, normalise: tokens % 2 == 1 };
+            let memory = device.poisoned(RoutingTables::bytes(tokens, experts, top_k).unwrap() as usize);
+            let places = RoutingTables::at(memory.address(), tokens, experts, top_k).unwrap();
+            memory.write(places.done - memory.address(), &[0; 256]).unwrap();
+            let (normed, scores) = (device.poisoned(tokens * width * 2), device.poisoned(tokens * stride * 4));
+            let rows = RouterRows {
+                x: x_memory.address(),
+                norm: norm_memory.address(),
+                eps,
+                width,
+                normed: normed.address(),
+                scores: scores.address(),
+                stride,
+            };
+            for _ in 0..3 {
+                kernels.router(&device.stream, &routing, &matrix, &rows, &places).unwrap();
+            }
+            let what = format!("{experts} experts, width {width}, {dtype:?}, {tokens} tokens");
+            let (scores, normed) = (device.read_floats(&scores), device.read_halves(&normed));
+            let tables = read_tables(&device, memory, places, &routing);
+            for t in 0..tokens {
+                let row = &x[t * width..][..width];
+                let mean = row.iter().map(|v| f64::from(*v).powi(2)).sum::<f64>() / width as f64;
+                let factor = 1.0 / (mean + f64::from(eps)).sqrt();
+                let exact: Vec<f64> = row.iter().zip(&norm).map(|(v, n)| f64::from(*v) * factor * f64::from(*n)).collect();
+                for (i, value) in exact.iter().enumerate() {
+                    let got = f64::from(normed[t * width + i]);
+                    assert!((got - value).abs() <= value.abs() / 250.0 + 1e-30, "{what}: norm {t}, {i}: {got} for {value}");
+                }
+                for e in 0..experts {
+                    let terms = || exact.iter().zip(&elements[e * width..][..width]).map(|(v, w)| v * f64::from(w.1));
+                    let (sum, size) = (terms().sum::<f64>(), terms().map(f64::abs).sum::<f64>());
+                    let got = f64::from(scores[t * stride + e]);
+                    assert!((got - sum).abs() <= 2e-5 * size + 1e-30, "{what}: score {t}, {e}: {got} for {sum}");
+                }
+                assert!(scores[t * stride + experts..][..5].iter().all(|v| v.is_nan()), "{what}: beside row {t}");
+                let mut likely = scores[t * stride..][..experts].to_vec();
+                softmax(&cx, &mut likely);
+                for (j, (expert, weight)) in choose(&likely, &routing).into_iter().enumerate() {
+                    assert_eq!(tables.experts[t * top_k + j], expert, "{what}, token {t}, choice {j}");
+                    let got = tables.weights[t * top_k + j];
+                    assert!((got - weight).abs() <= 4e-6 * weight, "{what}, token {t}: {got} for {weight}");
+                }
+            }
+            tables.check_order(experts);
+            let first = scores[..experts].iter().map(|v| v.to_bits()).collect::<Vec<_>>();
+            if alone.is_empty() {
+                alone.clone_from(&first);
+            }
+            assert_eq!(alone, first, "{what}: the first token's scores, alone and in company");
+        }
+    }
 }

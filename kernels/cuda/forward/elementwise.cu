@@ -6,6 +6,7 @@
 #include "common/gates.cuh"
 #include "common/order.cuh"
 #include "forward/floats.cuh"
+#include "gemm/activation.cuh"
 
 namespace {
 

@@ -1,7 +1,7 @@
 //! What a launch may ask for.
 
 use super::params::Request;
-use super::{DeviceMatrix, ExpertGroups, GemmRequest, OutType};
+use super::{DeviceMatrix, ExpertFusion, ExpertGroups, GemmRequest, OutType};
 use crate::cuda::CudaError;
 use crate::cuda::error::require;
 
@@ -12,13 +12,14 @@ const MAX_EXPERTS: u32 = 65_535;
 pub(super) fn check(
     matrix: &DeviceMatrix,
     request: &GemmRequest,
-    groups: Option<&ExpertGroups>,
+    groups: Option<(&ExpertGroups, &ExpertFusion)>,
 ) -> Result<Request, CudaError> {
     let (n, k) = (matrix.padded_n(), matrix.k());
     let ok = |condition, what: &dyn Fn() -> String| require(condition, "gemm", what);
     ok(request.x_stride >= k, &|| format!("rows of activations {} apart, K is {k}", request.x_stride))?;
-    ok(request.out_stride >= n, &|| {
-        format!("rows of a result {} apart, N with its padding is {n}", request.out_stride)
+    let columns = if groups.is_some_and(|(_, fusion)| fusion.gate.is_some()) { n / 2 } else { n };
+    ok(request.out_stride >= columns, &|| {
+        format!("rows of a result {} apart, N with its padding is {columns}", request.out_stride)
     })?;
     ok(!request.accumulate || request.out_type == OutType::F32, &|| "an accumulated result in bf16".to_owned())?;
     let out_align = if request.out_type == OutType::F32 { 4 } else { 2 };
@@ -26,7 +27,9 @@ pub(super) fn check(
         && request.out.is_multiple_of(out_align)
         && request.bias.is_none_or(|bias| bias.is_multiple_of(4));
     ok(aligned, &|| format!("activations at {:#x} and a result at {:#x}", request.x, request.out))?;
+    let groups = groups.map(|(groups, _)| groups);
     if let Some(groups) = groups {
+        ok(request.bias.is_none(), &|| "a bias of experts".to_owned())?;
         let fits = groups.count <= MAX_EXPERTS && groups.stride.is_multiple_of(16) && groups.offsets.is_multiple_of(4);
         ok(fits, &|| {
             format!("{} experts {} bytes apart, offsets at {:#x}", groups.count, groups.stride, groups.offsets)

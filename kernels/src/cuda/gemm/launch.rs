@@ -1,11 +1,12 @@
 //! The kernels of a device, and the choice among them.
 
+use super::experts::ExpertKernels;
 use super::hopper::Hopper;
 use super::input::MAX_ROWS;
 use super::matrix::Form;
 use super::params::{Raw, Request, Rows, float_type};
 use super::small::SmallKernels;
-use super::{DeviceMatrix, ExpertGroups, GemmInput, GemmRequest, checks};
+use super::{DeviceMatrix, ExpertFusion, ExpertGroups, GemmInput, GemmRequest, checks};
 use crate::cuda::module::{Function, Module, arguments};
 use crate::cuda::{CudaContext, CudaError, CudaStream, DeviceMemory};
 use crate::weight::FloatType;
@@ -29,6 +30,7 @@ const MAX_GRID_Y: u32 = 65_535;
 #[derive(Debug)]
 pub struct Gemm {
     small: SmallKernels,
+    experts: ExpertKernels,
     rows: [Function; 2],
     generic: [Function; 3],
     hopper: Option<Hopper>,
@@ -54,7 +56,8 @@ impl Gemm {
             raw::FORMATS.iter().flat_map(|format| format.grid()).flat_map(|entry| entry.to_le_bytes()).collect();
         let memory = DeviceMemory::new(context, grids.len() as u64, "codebooks")?;
         memory.write(0, &grids)?;
-        Ok(Self { small: SmallKernels::new(context)?, rows, generic, hopper: Hopper::new(context)?, grids: memory })
+        let (small, experts) = (SmallKernels::new(context)?, ExpertKernels::new(context)?);
+        Ok(Self { small, experts, rows, generic, hopper: Hopper::new(context)?, grids: memory })
     }
 
     /// Bytes of workspace that products of up to `max_m` rows with this matrix need. The workspace must be zero before its
@@ -62,7 +65,11 @@ impl Gemm {
     /// products will use, so that they may be recorded.
     pub fn workspace_bytes(&self, matrix: &DeviceMatrix, max_m: u32) -> u64 {
         let small = match &matrix.form {
-            Form::Tiled { params, reading: Some(reading), .. } => self.small.workspace_bytes(reading, params, max_m),
+            Form::Tiled { params, reading: Some(reading), .. } => {
+                let small = self.small.workspace_bytes(reading, params, max_m);
+                // A kernel that cannot be loaded says so when it is launched.
+                small.max(self.experts.workspace_bytes(reading).unwrap_or(0))
+            }
             _ => 0,
         };
         self.hopper_bytes() + small
@@ -88,7 +95,7 @@ impl Gemm {
         if self.many(stream, matrix, request, &checked, None, workspace)? {
             return Ok(());
         }
-        if !self.small(stream, matrix, request, &checked, None, workspace + self.hopper_bytes())? {
+        if !self.small(stream, matrix, request, &checked, workspace + self.hopper_bytes())? {
             self.generic(stream, matrix, &checked, 1)?;
         }
         Ok(())
@@ -142,14 +149,61 @@ impl Gemm {
         groups: &ExpertGroups,
         workspace: u64,
     ) -> Result<(), CudaError> {
-        let checked = checks::check(matrix, request, Some(groups))?;
-        if self.many(stream, matrix, request, &checked, Some(groups), workspace)? {
+        let fusion = ExpertFusion::default();
+        let checked = checks::check(matrix, request, Some((groups, &fusion)))?;
+        if self.many(stream, matrix, request, &checked, Some(groups), workspace)?
+            || self.few(stream, matrix, request, &checked, groups, &fusion, workspace)?
+        {
             return Ok(());
         }
-        if !self.small(stream, matrix, request, &checked, Some(groups.count), workspace + self.hopper_bytes())? {
-            self.generic(stream, matrix, &checked, groups.count)?;
+        match &matrix.form {
+            Form::Rows(rows) if aligned(request) && self.rows(stream, rows, &checked, Some(groups.count))? => Ok(()),
+            _ => self.generic(stream, matrix, &checked, groups.count),
         }
-        Ok(())
+    }
+
+    /// The same with more done on the way, where there are kernels for that; says whether there are, and has done nothing
+    /// otherwise.
+    ///
+    /// # Errors
+    /// As for [`Gemm::launch`].
+    pub fn launch_fused(
+        &self,
+        stream: &CudaStream,
+        matrix: &DeviceMatrix,
+        request: &GemmRequest,
+        groups: &ExpertGroups,
+        fusion: &ExpertFusion,
+        workspace: u64,
+    ) -> Result<bool, CudaError> {
+        let checked = checks::check(matrix, request, Some((groups, fusion)))?;
+        let many = self.hopper.as_ref().filter(|_| !request.deterministic);
+        if many.is_some_and(|hopper| hopper.takes(matrix, &checked, Some(groups))) {
+            return Ok(false);
+        }
+        self.few(stream, matrix, request, &checked, groups, fusion, workspace)
+    }
+
+    /// Starts a kernel for experts of few rows; `false` where there is none for the matrix or for the way the activations lie.
+    #[expect(clippy::too_many_arguments, reason = "a launch and what it was asked for")]
+    fn few(
+        &self,
+        stream: &CudaStream,
+        matrix: &DeviceMatrix,
+        request: &GemmRequest,
+        checked: &Request,
+        groups: &ExpertGroups,
+        fusion: &ExpertFusion,
+        workspace: u64,
+    ) -> Result<bool, CudaError> {
+        let Form::Tiled { params, reading: Some(reading), .. } = &matrix.form else { return Ok(false) };
+        if !aligned(request) {
+            return Ok(false);
+        }
+        let chosen = self.experts.choose(reading, params, request.m, groups, fusion, request.deterministic);
+        let Some(chosen) = chosen else { return Ok(false) };
+        self.experts.launch(stream, &chosen, params, checked, workspace + self.hopper_bytes())?;
+        Ok(true)
     }
 
     /// Starts a kernel for many rows; `false` where there is none for the product.
@@ -176,28 +230,26 @@ impl Gemm {
         matrix: &DeviceMatrix,
         request: &GemmRequest,
         checked: &Request,
-        experts: Option<u32>,
         workspace: u64,
     ) -> Result<bool, CudaError> {
-        if !request.x.is_multiple_of(16) || !request.x_stride.is_multiple_of(8) {
+        if !aligned(request) {
             return Ok(false);
         }
         if let Form::Rows(rows) = &matrix.form {
             if let Some(hopper) = &self.hopper
                 && rows.dtype == float_type(FloatType::Bf16)
-                && experts.is_none()
                 && !request.deterministic
                 && hopper.launch_rows(stream, rows, checked)?
             {
                 return Ok(true);
             }
-            return self.rows(stream, rows, checked, experts);
+            return self.rows(stream, rows, checked, None);
         }
         let Form::Tiled { params, reading: Some(reading), .. } = &matrix.form else { return Ok(false) };
-        let Some(chosen) = self.small.choose(reading, params, request.m, experts, request.deterministic) else {
+        let Some(chosen) = self.small.choose(reading, params, request.m, request.deterministic) else {
             return Ok(false);
         };
-        self.small.launch(stream, &chosen, params, checked, experts, workspace)?;
+        self.small.launch(stream, &chosen, params, checked, workspace)?;
         Ok(true)
     }
 
@@ -254,4 +306,9 @@ impl Gemm {
             }
         }
     }
+}
+
+/// Whether rows of activations may be read 16 bytes at a time.
+fn aligned(request: &GemmRequest) -> bool {
+    request.x.is_multiple_of(16) && request.x_stride.is_multiple_of(8)
 }

@@ -172,6 +172,14 @@ impl DeviceMatrix {
         }
     }
 
+    /// Type and address of a matrix in rows of floats.
+    pub(in crate::cuda) fn float_rows(&self) -> Option<(FloatType, u64)> {
+        match &self.form {
+            Form::Rows(rows) => Some((params::float_type_of(rows.dtype)?, rows.data)),
+            Form::Tiled { .. } | Form::Raw { .. } => None,
+        }
+    }
+
     /// Bytes that one pass over the matrix reads.
     pub fn bytes(&self) -> u64 {
         self.bytes

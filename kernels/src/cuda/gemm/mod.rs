@@ -5,6 +5,7 @@
 //! - `checks`: what a launch may ask for;
 //! - [`GemmInput`]: activations that a product makes itself;
 //! - `hopper`: products on Hopper with many rows, and with few where those kernels read faster;
+//! - `experts`: products of few rows with each of several matrices;
 //! - `small`: products with few rows, limited by the reading of the weights;
 //! - [`Gemm`]: the kernels of a device, and the choice among them.
 //!
@@ -13,6 +14,7 @@
 
 mod checks;
 mod embed;
+mod experts;
 mod hopper;
 mod input;
 mod launch;
@@ -24,6 +26,8 @@ pub use embed::EmbeddingKernels;
 pub use input::GemmInput;
 pub use launch::Gemm;
 pub use matrix::{DeviceMatrix, DevicePlane};
+
+use crate::activation::Gate;
 
 /// Element type of results.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -66,4 +70,18 @@ pub struct ExpertGroups {
     pub stride: u64,
     /// u32 `[count + 1]` on the device: rows of expert `e` are `offsets[e] .. offsets[e + 1]`.
     pub offsets: u64,
+    /// Rows of one expert, at most.
+    pub most: u32,
+    /// `offsets` was written before the launch that precedes this one in the stream, and that one lets others start no
+    /// sooner than that was done.
+    pub settled: bool,
+}
+
+/// What a product of experts does on its way.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct ExpertFusion {
+    /// u32 `[m]` on the device, and a divisor: row `r` reads row `pairs[r] / top_k` of x, instead of row `r`.
+    pub pairs: Option<(u64, u32)>,
+    /// The first half of the columns are gates of the second half: `act(gate) * up` is stored, of N' / 2 columns.
+    pub gate: Option<Gate>,
 }

@@ -183,10 +183,21 @@ pub(super) fn float_type(dtype: FloatType) -> u32 {
     })
 }
 
+/// The inverse of [`float_type`].
+pub(super) fn float_type_of(number: u32) -> Option<FloatType> {
+    [FloatType::F32, FloatType::F16, FloatType::Bf16].into_iter().find(|dtype| float_type(*dtype) == number)
+}
+
 /// The number of `enum RawFormat`.
 pub(super) fn raw_format(format: &RawFormat) -> Option<u32> {
     let names = ["iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s", "iq1_s", "iq1_m", "tq1_0", "tq2_0", "q1_0", "q2_0"];
     names.iter().position(|name| *name == format.name).map(|number| number as u32)
+}
+
+/// log2 of units of `unit_k` along K per row of each scale plane.
+pub(super) fn scale_shifts(tiled: &Tiled, unit_k: u32) -> [u32; MAX_SCALE_PLANES] {
+    // One row for all of K where the group is as long.
+    tiled.scales.map(|plane| if plane.reach >= tiled.k { 31 } else { (plane.reach / unit_k).max(1).trailing_zeros() })
 }
 
 impl Tiled {

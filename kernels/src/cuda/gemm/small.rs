@@ -3,7 +3,7 @@
 //! The kernels' shapes come from a table in each fatbin (`SmallKernel` of `cuda/gemm/small_kernels.cuh`), so that they are
 //! written down once.
 
-use super::params::{Plan, Request, Tiled};
+use super::params::{Plan, Request, Tiled, scale_shifts};
 use crate::cuda::module::{Function, Module, arguments};
 use crate::cuda::{CudaContext, CudaError, CudaStream};
 use std::collections::HashMap;
@@ -15,7 +15,7 @@ use vt_bundle::layout::TiledMatrix;
 /// Fatbins that have a table of kernels.
 const SOURCES: [&str; 3] = ["gemm/small_float", "gemm/small_integer", "gemm/small_ggml"];
 /// Codes along K of a unit.
-const UNIT_K: u32 = 32;
+pub(super) const UNIT_K: u32 = 32;
 /// Bytes of an entry of the table: a name of 40 bytes and four numbers.
 const ENTRY_BYTES: usize = 56;
 /// Rows of the kernels that make activations where they are asked to: `MAKES_INPUTS` in `cuda/gemm/small.cuh`.
@@ -51,10 +51,10 @@ pub(super) struct SmallKernels {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Reading {
     /// The kernels' name for the encoding.
-    name: String,
-    factor: u32,
-    factor_plane: u32,
-    zero_add: u32,
+    pub(super) name: String,
+    pub(super) factor: u32,
+    pub(super) factor_plane: u32,
+    pub(super) zero_add: u32,
 }
 
 /// What a launch needs.
@@ -92,23 +92,10 @@ impl SmallKernels {
     }
 
     /// The kernel and the division for `m` rows, or `None` where no kernel of this family has room for the matrix.
-    /// `experts`: there are several matrices, which share the rows.
-    pub(super) fn choose(
-        &self,
-        reading: &Reading,
-        tiled: &Tiled,
-        m: u32,
-        experts: Option<u32>,
-        deterministic: bool,
-    ) -> Option<Chosen<'_>> {
+    pub(super) fn choose(&self, reading: &Reading, tiled: &Tiled, m: u32, deterministic: bool) -> Option<Chosen<'_>> {
         let kernels = self.kernels.get(&reading.name)?;
         let usable = || kernels.iter().filter(|kernel| self.x_capacity(kernel, kernel.rows) > 0);
-        // Rows that a block will see: all, or an expert's share of them.
-        let seen = match experts {
-            _ if deterministic => DETERMINISTIC_ROWS,
-            Some(count) => m.div_ceil(count.max(1)).saturating_mul(2),
-            None => m,
-        };
+        let seen = if deterministic { DETERMINISTIC_ROWS } else { m };
         let most = usable().map(|kernel| kernel.rows).max()?;
         let rows = usable().map(|kernel| kernel.rows).filter(|rows| *rows >= seen.min(most)).min()?;
         // Few blocks per group of columns keep the adding up short, many columns at once keep the reading fast.
@@ -116,7 +103,7 @@ impl SmallKernels {
         let fitting = || usable().filter(|kernel| kernel.rows == rows);
         let widest = fitting().filter(wide_enough).max_by_key(|kernel| kernel.columns);
         let kernel = widest.or_else(|| fitting().min_by_key(|kernel| kernel.columns))?;
-        self.plan(kernel, reading, tiled, m, experts.is_some())
+        self.plan(kernel, reading, tiled, m)
     }
 
     /// Units of activations of `rows` rows that fit into a block's shared memory.
@@ -126,33 +113,20 @@ impl SmallKernels {
         row_bytes.saturating_sub(16) / (2 * UNIT_K)
     }
 
-    fn plan<'a>(
-        &self,
-        kernel: &'a Kernel,
-        reading: &Reading,
-        tiled: &Tiled,
-        m: u32,
-        grouped: bool,
-    ) -> Option<Chosen<'a>> {
+    fn plan<'a>(&self, kernel: &'a Kernel, reading: &Reading, tiled: &Tiled, m: u32) -> Option<Chosen<'a>> {
         let units = tiled.k / UNIT_K;
         let groups = tiled.n.div_ceil(kernel.columns);
         let all = u64::from(units) * u64::from(groups);
         // Positions among the units are 32-bit numbers.
         u32::try_from(all).ok()?;
-        // Experts are many, so that each group of columns is one block's.
-        let blocks = if grouped { groups } else { u64::from(self.multiprocessors).min(all) as u32 };
-        let rows = if grouped { kernel.rows } else { m.min(kernel.rows) };
+        let blocks = u64::from(self.multiprocessors).min(all) as u32;
+        let rows = m.min(kernel.rows);
         let capacity = self.x_capacity(kernel, rows);
         let own = all.div_ceil(u64::from(blocks)) as u32;
         let (x_units, x_whole) = match () {
             () if own > units && units <= capacity => (units, 1),
             () => (own.min(capacity), 0),
         };
-        let mut shifts = [0; 4];
-        for (shift, plane) in shifts.iter_mut().zip(&tiled.scales) {
-            // One row for all of K where the group is as long.
-            *shift = if plane.reach >= tiled.k { 31 } else { (plane.reach / UNIT_K).max(1).trailing_zeros() };
-        }
         let plan = Plan {
             workspace: 0,
             units,
@@ -160,7 +134,7 @@ impl SmallKernels {
             blocks,
             x_units,
             x_whole,
-            shifts,
+            shifts: scale_shifts(tiled, UNIT_K),
             factor: reading.factor,
             factor_plane: reading.factor_plane,
             zero_add: reading.zero_add,
@@ -175,7 +149,7 @@ impl SmallKernels {
         let rows = kernels.map(|kernel| kernel.rows).filter(|rows| *rows <= max_m).chain([max_m]);
         let mut bytes = 0;
         for (m, deterministic) in rows.flat_map(|m| [(m, false), (m, true)]) {
-            if let Some(chosen) = self.choose(reading, tiled, m, None, deterministic) {
+            if let Some(chosen) = self.choose(reading, tiled, m, deterministic) {
                 bytes = bytes.max(chosen.workspace_bytes());
                 // So that a launch that is being recorded finds its kernel loaded.
                 let _ = chosen.kernel.function(self.shared_bytes);
@@ -191,28 +165,22 @@ impl SmallKernels {
         chosen: &Chosen<'_>,
         tiled: &Tiled,
         request: &Request,
-        experts: Option<u32>,
         workspace: u64,
     ) -> Result<(), CudaError> {
         let Chosen { kernel, plan, shared_bytes } = chosen;
         let function = kernel.function(self.shared_bytes)?;
         let plan = Plan { workspace, ..*plan };
         let block = [kernel.threads, 1, 1];
-        // Where experts share the rows, blocks that find none end at once, and those that find many go on.
-        let steps = if experts.is_some() { 1 } else { request.m.div_ceil(kernel.rows) };
-        for step in 0..steps {
+        for step in 0..request.m.div_ceil(kernel.rows) {
             let first = step * kernel.rows;
             let size = if request.out_bf16 == 1 { 2 } else { 4 };
             let part = Request {
                 x: request.x + u64::from(first) * u64::from(request.x_stride) * 2,
                 out: request.out + u64::from(first) * u64::from(request.out_stride) * size,
-                m: if experts.is_some() { request.m } else { (request.m - first).min(kernel.rows) },
+                m: (request.m - first).min(kernel.rows),
                 ..*request
             };
-            let grid = match experts {
-                Some(count) => [plan.blocks, request.m.div_ceil(kernel.rows).clamp(1, 4), count],
-                None => [plan.blocks, 1, 1],
-            };
+            let grid = [plan.blocks, 1, 1];
             // SAFETY: arguments are the kernel's; the request is checked against the matrix, the plan covers it, the workspace
             // is as large as `workspace_bytes` says, and the caller keeps all of it allocated. Before it waits for earlier
             // work the kernel only reads weights.

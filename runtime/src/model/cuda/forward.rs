@@ -16,9 +16,11 @@ use vt_kernels::activation::Gate;
 use vt_kernels::attention::AttentionShape;
 use vt_kernels::cuda::attention::{Attention, AttentionBatch, DecodeWorkspace, ProjectedHeads};
 use vt_kernels::cuda::elementwise::{Columns, ElementwiseKernels, Placing};
-use vt_kernels::cuda::gemm::{DeviceMatrix, EmbeddingKernels, ExpertGroups, Gemm, GemmInput, GemmRequest, OutType};
+use vt_kernels::cuda::gemm::{
+    DeviceMatrix, EmbeddingKernels, ExpertFusion, ExpertGroups, Gemm, GemmInput, GemmRequest, OutType,
+};
 use vt_kernels::cuda::kv_cache::{CudaKvCache, KvScales};
-use vt_kernels::cuda::moe::{ExpertRows, MoeKernels, Routing, RoutingTables};
+use vt_kernels::cuda::moe::{ExpertRows, MoeKernels, RouterRows, Routing, RoutingTables};
 use vt_kernels::cuda::norm::{HeadRows, NormKernels};
 use vt_kernels::cuda::sampling::{Sampling, SamplingRequest};
 use vt_kernels::cuda::{CudaContext, CudaError, CudaStream};
@@ -192,10 +194,7 @@ impl Pass<'_> {
         let norm = layer.post_attention_norm.is_none().then_some(layer.feed_forward_norm);
         self.block(layer.post_feed_forward_norm, None, |target| match &layer.feed_forward {
             DeviceFeedForward::Dense(mlp) => self.mlp(mlp, norm, target),
-            DeviceFeedForward::Experts(experts) => {
-                norm.map_or(Ok(()), |norm| self.norm(norm, None, tokens))?;
-                self.experts(experts, target)
-            }
+            DeviceFeedForward::Experts(experts) => self.experts(experts, norm, target),
         })
     }
 
@@ -318,7 +317,8 @@ impl Pass<'_> {
         self.project(&mlp.down, self.at(self.layout.inner), tokens, target, hidden)
     }
 
-    fn experts(&self, experts: &DeviceExperts, target: Target) -> Result<(), CudaError> {
+    /// `norm`: of the residual stream, where `normed` does not hold it yet.
+    fn experts(&self, experts: &DeviceExperts, norm: Option<Constant>, target: Target) -> Result<(), CudaError> {
         let (Some(moe), Some(kernels)) = (&self.config.moe, &self.kernels.moe) else {
             let what = "a model without a number of experts".to_owned();
             return Err(CudaError::Unsupported { op: "experts", what });
@@ -326,35 +326,66 @@ impl Pass<'_> {
         let (tokens, hidden) = (self.shape.tokens, self.config.hidden_size);
         let (top_k, count) = (moe.top_k, moe.num_experts);
         let (normed, scores) = (self.at(self.layout.normed), self.at(self.layout.scores));
-        self.project(&experts.router, normed, tokens, Target::F32(scores), experts.router.stride)?;
         let routing = Routing { tokens, experts: count, top_k, normalise: moe.normalize_weights };
         let overflow = || CudaError::Unsupported { op: "expert routing", what: format!("{tokens} tokens") };
         let tables = RoutingTables::at(self.at(self.layout.routing), tokens, count, top_k).ok_or_else(overflow)?;
-        kernels.route(self.stream, &routing, scores, experts.router.stride, experts.scores_at, &tables)?;
-        let rows = |address: u64, dtype: FloatType, stride: usize| ExpertRows { address, dtype, stride };
-        let gathered = self.at(self.layout.gathered);
-        kernels.gather(
-            self.stream,
-            &routing,
-            rows(normed, FloatType::Bf16, hidden),
-            hidden,
-            &tables,
-            rows(gathered, FloatType::Bf16, hidden),
-        )?;
-        let pairs = tokens * top_k;
-        let groups = |stride: u64| ExpertGroups { count: count as u32, stride, offsets: tables.offsets };
-        let gate_up = &experts.first.gate_up;
-        for (product, &stride) in gate_up.products.iter().zip(&experts.gate_up_strides) {
-            let out = self.at(self.layout.projected) + 2 * product.column as u64;
-            let request = self.request(gathered, gate_up.k, pairs, Target::Bf16(out), gate_up.stride);
-            let scratch = self.at(self.layout.gemm);
-            self.kernels.gemm.launch_grouped(self.stream, &product.matrix, &request, &groups(stride), scratch)?;
+        let (router, stride) = (&experts.router, experts.router.stride);
+        match (norm, experts.plain_router().filter(|matrix| MoeKernels::routes(matrix, hidden))) {
+            (Some(norm), Some(matrix)) => {
+                let rows = RouterRows {
+                    x: self.at(self.layout.residual),
+                    norm: self.constant(norm),
+                    eps: self.config.rms_norm_eps,
+                    width: hidden,
+                    normed,
+                    scores,
+                    stride,
+                };
+                kernels.router(self.stream, &routing, matrix, &rows, &tables)?;
+            }
+            _ => {
+                norm.map_or(Ok(()), |norm| self.norm(norm, None, tokens))?;
+                self.project(router, normed, tokens, Target::F32(scores), stride)?;
+                kernels.route(self.stream, &routing, scores, stride, experts.scores_at, &tables)?;
+            }
         }
-        self.gated(&experts.first, pairs)?;
-        let (down, outputs) = (&experts.first.down, self.at(self.layout.expert_outputs));
-        let request = self.request(self.at(self.layout.inner), down.k, pairs, Target::F32(outputs), hidden);
-        let (scratch, matrix) = (self.at(self.layout.gemm), &down.products[0].matrix);
-        self.kernels.gemm.launch_grouped(self.stream, matrix, &request, &groups(experts.down_stride), scratch)?;
+        let rows = |address: u64, dtype: FloatType, stride: usize| ExpertRows { address, dtype, stride };
+        let pairs = tokens * top_k;
+        let groups = |stride: u64, settled: bool| ExpertGroups {
+            count: count as u32,
+            stride,
+            offsets: tables.offsets,
+            most: tokens as u32,
+            settled,
+        };
+        let (first, inner) = (&experts.first, self.at(self.layout.inner));
+        let (gate_up, down, scratch) = (&first.gate_up, &first.down, self.at(self.layout.gemm));
+        let fused = match first.halves() {
+            true => {
+                // Rows are read where they are, and only act(gate) * up is written.
+                let fusion = ExpertFusion { pairs: Some((tables.pairs, top_k as u32)), gate: Some(self.gate()) };
+                let request = self.request(normed, gate_up.k, pairs, Target::Bf16(inner), down.k);
+                let (matrix, groups) = (&gate_up.products[0].matrix, groups(experts.gate_up_strides[0], false));
+                self.kernels.gemm.launch_fused(self.stream, matrix, &request, &groups, &fusion, scratch)?
+            }
+            false => false,
+        };
+        if !fused {
+            let gathered = rows(self.at(self.layout.gathered), FloatType::Bf16, hidden);
+            let from = rows(normed, FloatType::Bf16, hidden);
+            kernels.gather(self.stream, &routing, from, hidden, &tables, gathered)?;
+            for (product, &stride) in gate_up.products.iter().zip(&experts.gate_up_strides) {
+                let out = self.at(self.layout.projected) + 2 * product.column as u64;
+                let request = self.request(gathered.address, gate_up.k, pairs, Target::Bf16(out), gate_up.stride);
+                let groups = groups(stride, false);
+                self.kernels.gemm.launch_grouped(self.stream, &product.matrix, &request, &groups, scratch)?;
+            }
+            self.gated(first, pairs)?;
+        }
+        let outputs = self.at(self.layout.expert_outputs);
+        let request = self.request(inner, down.k, pairs, Target::F32(outputs), hidden);
+        let (matrix, groups) = (&down.products[0].matrix, groups(experts.down_stride, fused));
+        self.kernels.gemm.launch_grouped(self.stream, matrix, &request, &groups, scratch)?;
         let accumulate = matches!(target, Target::AddF32(_));
         kernels.combine(
             self.stream,

@@ -84,6 +84,13 @@ pub(super) struct DeviceMlp {
     pub down: DeviceProjection,
 }
 
+impl DeviceMlp {
+    /// Whether gate and up are the halves of one product, without padding of their own.
+    pub(super) fn halves(&self) -> bool {
+        self.gate_up.products.len() == 1 && self.columns == [0, self.down.k] && self.gate_up.stride == 2 * self.down.k
+    }
+}
+
 /// Experts whose matrices of one kind lie a fixed distance apart.
 #[derive(Debug)]
 pub(super) struct DeviceExperts {
@@ -95,6 +102,18 @@ pub(super) struct DeviceExperts {
     /// Bytes from an expert's planes to the next one's, of each product of gate and up, and of down.
     pub gate_up_strides: Vec<u64>,
     pub down_stride: u64,
+}
+
+impl DeviceExperts {
+    /// The router's matrix, where its product is all there is to the scores.
+    pub(super) fn plain_router(&self) -> Option<&DeviceMatrix> {
+        match (self.router.products.as_slice(), &self.router.placed) {
+            ([only], None) if only.input_scale.is_none() && only.bias.is_none() && self.scores_at == 0 => {
+                Some(&only.matrix)
+            }
+            _ => None,
+        }
+    }
 }
 
 /// Several logical projections of one input; see [`Projection`].

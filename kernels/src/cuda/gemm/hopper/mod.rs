@@ -30,8 +30,8 @@ use vt_bundle::layout::TiledMatrix;
 const CAPABILITY: u32 = 90;
 /// Fewest rows that the kernels are chosen for; with fewer, others read the weights faster.
 const MIN_ROWS: u32 = 9;
-/// The same for all experts together: with few rows most tiles are nearly empty.
-const MIN_EXPERT_ROWS: u32 = 33;
+/// The same for an expert on average: with few rows most tiles are nearly empty.
+const MIN_EXPERT_ROWS: u32 = 16;
 /// Bytes of the flags at the start of the workspace.
 const FLAG_BYTES: u64 = 4096;
 
@@ -122,7 +122,7 @@ impl Hopper {
     }
 
     /// How the kernels read the matrix, where they are the ones for this product.
-    fn reading(&self, matrix: &DeviceMatrix, request: &Request) -> Option<Reading> {
+    fn reading(&self, matrix: &DeviceMatrix, request: &Request, groups: Option<&ExpertGroups>) -> Option<Reading> {
         let Form::Tiled { matrix, .. } = &matrix.form else { return None };
         // Rows of activations are copied, and results stored, 16 bytes at a time.
         let out_align = if request.out_bf16 == 1 { 8 } else { 4 };
@@ -130,7 +130,13 @@ impl Hopper {
             && request.x_stride.is_multiple_of(8)
             && request.out.is_multiple_of(16)
             && request.out_stride.is_multiple_of(out_align);
-        if aligned { Reading::of(matrix) } else { None }
+        let enough = groups.is_none_or(|groups| request.m >= MIN_EXPERT_ROWS.saturating_mul(groups.count));
+        if aligned && enough { Reading::of(matrix) } else { None }
+    }
+
+    /// Whether these kernels are the ones for the product.
+    pub(super) fn takes(&self, matrix: &DeviceMatrix, request: &Request, groups: Option<&ExpertGroups>) -> bool {
+        self.reading(matrix, request, groups).is_some()
     }
 
     /// Starts the product where these kernels are the ones for it, and says whether it did.
@@ -146,7 +152,7 @@ impl Hopper {
         workspace: u64,
     ) -> Result<bool, CudaError> {
         let Form::Tiled { matrix: geometry, params, .. } = &matrix.form else { return Ok(false) };
-        let Some(reading) = self.reading(matrix, request) else { return Ok(false) };
+        let Some(reading) = self.reading(matrix, request, groups) else { return Ok(false) };
         let encoding = &ENCODINGS[reading.encoding];
         let experts = groups.map_or(1, |groups| groups.count);
         let Some(launch) = self.cut(reading.encoding, request, params.k, groups) else { return Ok(false) };
@@ -229,8 +235,7 @@ impl Hopper {
                 schedule,
             });
         }
-        let fewest = if groups.is_none() { MIN_ROWS } else { MIN_EXPERT_ROWS };
-        if m < fewest {
+        if groups.is_none() && m < MIN_ROWS {
             return None;
         }
         let plan = match groups {
