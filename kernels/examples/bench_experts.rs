@@ -13,9 +13,7 @@ use std::time::Instant;
 use vt_bundle::encoding::ScaleType;
 use vt_bundle::layout::{PlaneKind, TiledMatrix};
 use vt_kernels::activation::Gate;
-use vt_kernels::cuda::gemm::{
-    DeviceMatrix, DevicePlane, ExpertFusion, ExpertGroups, Gemm, GemmRequest, OutType,
-};
+use vt_kernels::cuda::gemm::{DeviceMatrix, DevicePlane, ExpertFusion, ExpertGroups, Gemm, GemmRequest, OutType};
 use vt_kernels::cuda::moe::{ExpertRows, MoeKernels, RouterRows, Routing, RoutingTables};
 use vt_kernels::cuda::{CudaContext, CudaError, CudaGraph, CudaStream, DeviceMemory};
 use vt_kernels::{FloatType, RowsWeight, Weight};
@@ -98,7 +96,8 @@ impl Bench {
     /// All experts hold the same bits, in memory of their own.
     fn stack(&self, decode: &str, k: usize, parts: &[u64], experts: usize) -> Outcome<Stack> {
         let spec = vt_bundle::encoding::find(decode).ok_or("no encoding of that name")?;
-        let group = [16, 32, 128].into_iter().find_map(|group| TiledMatrix::new(spec, k as u64, parts, group, [0, 0]).ok());
+        let group =
+            [16, 32, 128].into_iter().find_map(|group| TiledMatrix::new(spec, k as u64, parts, group, [0, 0]).ok());
         let matrix = Arc::new(group.ok_or("no geometry")?);
         let mut random = Random(k as u64);
         let planes: Vec<Vec<u8>> = matrix.planes().map(|kind| plane(&matrix, kind, &mut random)).collect();
@@ -116,7 +115,8 @@ impl Bench {
         for index in 0..LAYERS as u64 {
             let base = index * layer.len() as u64;
             memory.write(base, &layer)?;
-            let planes = offsets.iter().map(|(at, bytes)| DevicePlane { address: memory.address() + base + at, bytes: *bytes });
+            let planes =
+                offsets.iter().map(|(at, bytes)| DevicePlane { address: memory.address() + base + at, bytes: *bytes });
             layers.push(DeviceMatrix::tiled(&matrix, &planes.collect::<Vec<_>>())?);
         }
         Ok(Stack { layers, stride, _memory: memory })
@@ -154,8 +154,10 @@ fn main() -> Outcome {
     let mut random = Random(3);
     let router: Vec<u8> =
         (0..experts * hidden).flat_map(|_| half::bf16::from_f32(0.05 * random.unit()).to_le_bytes()).collect();
-    let router =
-        DeviceMatrix::upload(&bench.context, &Weight::Rows(RowsWeight::new(FloatType::Bf16, experts, hidden, &router)?))?;
+    let router = DeviceMatrix::upload(
+        &bench.context,
+        &Weight::Rows(RowsWeight::new(FloatType::Bf16, experts, hidden, &router)?),
+    )?;
     println!("tokens  chosen |  router   gate-up  share     down  share      sum |      all  share");
     for tokens in [1, 2, 4, 8, 16, 32, 64, 128, 255, 256, 512] {
         let routing = Routing { tokens, experts, top_k, normalise: true };

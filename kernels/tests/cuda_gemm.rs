@@ -352,7 +352,8 @@ fn experts_find_their_tokens_and_gate_what_they_compute() {
                 // Again and again: a launch leaves the workspace as it found it.
                 for _ in 0..3 {
                     let stream = &device.stream;
-                    let launched = device.gemm.launch_fused(stream, &record, &request, &groups, &fusion, workspace.address());
+                    let launched =
+                        device.gemm.launch_fused(stream, &record, &request, &groups, &fusion, workspace.address());
                     assert!(launched.unwrap(), "{decode}, sizes {i}");
                 }
                 device.stream.synchronize().unwrap();
@@ -360,9 +361,8 @@ fn experts_find_their_tokens_and_gate_what_they_compute() {
                 out.read(0, &mut bytes).unwrap();
                 for (e, expert) in experts.iter().enumerate() {
                     let rows = offsets[e] as usize..offsets[e + 1] as usize;
-                    let own: Vec<f32> = (rows.clone())
-                        .flat_map(|row| x[pairs[row] as usize / top_k * k..][..k].to_vec())
-                        .collect();
+                    let own: Vec<f32> =
+                        (rows.clone()).flat_map(|row| x[pairs[row] as usize / top_k * k..][..k].to_vec()).collect();
                     let decoded = reference::decode(&expert.weight());
                     let n = 2 * half;
                     let expected = reference::matmul(&own, &decoded, k);

@@ -41,7 +41,7 @@ struct Router {
 __device__ __forceinline__ void split(float a, float b, uint32_t& high, uint32_t& low) {
     const __nv_bfloat162 h = __floats2bfloat162_rn(a, b);
     const float2 rounded = __bfloat1622float2(h);
-    const __nv_bfloat162 l = __floats2bfloat162_rn(a - rounded.x, b - rounded.y);
+    const __nv_bfloat162 l = __floats2bfloat162_rn(__fsub_rn(a, rounded.x), __fsub_rn(b, rounded.y));
     high = *reinterpret_cast<const uint32_t*>(&h);
     low = *reinterpret_cast<const uint32_t*>(&l);
 }
@@ -96,6 +96,10 @@ struct OfF32 {
     static constexpr uint32_t kBytes = 4;
 };
 
+__device__ __forceinline__ float4 times(float4 a, float4 b) {
+    return make_float4(__fmul_rn(a.x, b.x), __fmul_rn(a.y, b.y), __fmul_rn(a.z, b.z), __fmul_rn(a.w, b.w));
+}
+
 __device__ __forceinline__ void multiply_units(float (&acc)[4], uint4 a, uint4 b, uint4 x) {
     const uint32_t lower[4] = {a.x, b.x, a.y, b.y}, upper[4] = {a.z, b.z, a.w, b.w};
     multiply_add(acc, lower, x.x, x.y);
@@ -145,9 +149,10 @@ __device__ __forceinline__ void scores(const Router& p) {
                 const bool here = inside && token < p.route.tokens;
                 const float4* from = reinterpret_cast<const float4*>(p.x + static_cast<uint64_t>(token) * p.width + k);
                 float4 a = here ? __ldcg(from) : zero, b = here ? __ldcg(from + 1) : zero;
-                square[t] += a.x * a.x + a.y * a.y + a.z * a.z + a.w * a.w + b.x * b.x + b.y * b.y + b.z * b.z + b.w * b.w;
-                a = make_float4(a.x * n0.x, a.y * n0.y, a.z * n0.z, a.w * n0.w);
-                b = make_float4(b.x * n1.x, b.y * n1.y, b.z * n1.z, b.w * n1.w);
+                // Each operation as it is written: few tokens and many give the same bits.
+                for (const float v : {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w}) square[t] = fmaf(v, v, square[t]);
+                a = times(a, n0);
+                b = times(b, n1);
                 const Split x = split(a, b);
 #pragma unroll
                 for (uint32_t e = 0; e < Experts; ++e) {

@@ -272,7 +272,8 @@ impl MoeKernels {
     ) -> Result<(), CudaError> {
         let op = "expert routing";
         let unsupported = || CudaError::Unsupported { op, what: format!("{rows:?} by {matrix:?}") };
-        let (dtype, weight) = matrix.float_rows().filter(|_| Self::routes(matrix, rows.width)).ok_or_else(unsupported)?;
+        let (dtype, weight) =
+            matrix.float_rows().filter(|_| Self::routes(matrix, rows.width)).ok_or_else(unsupported)?;
         let aligned = [rows.x, rows.norm, rows.normed].iter().all(|address| address.is_multiple_of(16));
         require(aligned && routing.experts <= matrix.padded_n() as usize, op, || format!("{rows:?}"))?;
         let (route, sort) = parts(routing, rows.scores, rows.stride, 0, tables)?;
@@ -416,8 +417,7 @@ fn parts(
         top_k: top_k as u32,
         normalise: u32::from(normalise),
     };
-    let sort =
-        Sort { experts: tables.experts, offsets: tables.offsets, pairs: tables.pairs, rows: tables.rows, count };
+    let sort = Sort { experts: tables.experts, offsets: tables.offsets, pairs: tables.pairs, rows: tables.rows, count };
     Ok((route, sort))
 }
 
