@@ -6,7 +6,6 @@
 #include "common/gates.cuh"
 #include "common/order.cuh"
 #include "forward/floats.cuh"
-#include "gemm/activation.cuh"
 
 namespace {
 

@@ -8,7 +8,7 @@
 // its partner, of which act(gate) * up is stored.
 #pragma once
 
-#include "gemm/activation.cuh"
+#include "common/gates.cuh"
 #include "gemm/encodings_more.cuh"
 #include "gemm/small.cuh"
 
@@ -32,8 +32,8 @@ struct ExpertPlan {
 /// Warps of a block: side by side along N, and taking turns along K.
 constexpr u32 EXPERT_WN = 2, EXPERT_WK = 4;
 
-template <class E, u32 MB, u32 D> struct ExpertProduct : SmallProduct<E, MB, 1, EXPERT_WN, EXPERT_WK, D> {
-    using Base = SmallProduct<E, MB, 1, EXPERT_WN, EXPERT_WK, D>;
+template <class E, u32 MB, u32 D> struct ExpertProduct : SmallProduct<E, MB, 1, EXPERT_WN, EXPERT_WK, D, false> {
+    using Base = SmallProduct<E, MB, 1, EXPERT_WN, EXPERT_WK, D, false>;
     using S = typename Base::S;
     using Quads = typename Base::Quads;
     static constexpr u32 WK = EXPERT_WK;
@@ -232,8 +232,8 @@ template <class E, u32 MB, u32 D> struct ExpertProduct : SmallProduct<E, MB, 1, 
                 up.z = __shfl_down_sync(~0u, out.z, 16);
                 up.w = __shfl_down_sync(~0u, out.w, 16);
                 const u32 kind = e.gate - 1;
-                const float4 inner = make_float4(gate(kind, out.x, up.x), gate(kind, out.y, up.y), gate(kind, out.z, up.z),
-                                                 gate(kind, out.w, up.w));
+                const float4 inner = make_float4(vt::gate(kind, out.x, up.x), vt::gate(kind, out.y, up.y), vt::gate(kind, out.z, up.z),
+                                                 vt::gate(kind, out.w, up.w));
                 if (this->lane < 16) {
                     store_quad(this->r, row, column, inner);
                 }

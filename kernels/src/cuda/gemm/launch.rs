@@ -104,7 +104,7 @@ impl Gemm {
     /// Whether [`Gemm::launch_made`] takes a matrix and `m` rows.
     pub fn makes_inputs(&self, matrix: &DeviceMatrix, m: u32) -> bool {
         let Form::Tiled { params, reading: Some(reading), .. } = &matrix.form else { return false };
-        m <= MAX_ROWS && self.small.choose(reading, params, m, None, false).is_some_and(|chosen| chosen.makes_inputs())
+        m <= MAX_ROWS && self.small.choose(reading, params, m, false).is_some_and(|chosen| chosen.makes_inputs())
     }
 
     /// As [`Gemm::launch`], of activations that the product makes from what the rows hold.
@@ -125,7 +125,7 @@ impl Gemm {
             Form::Tiled { params, reading: Some(reading), .. }
                 if !request.deterministic && self.makes_inputs(matrix, request.m) =>
             {
-                self.small.choose(reading, params, request.m, None, false).map(|chosen| (chosen, params))
+                self.small.choose(reading, params, request.m, false).map(|chosen| (chosen, params))
             }
             _ => None,
         };
@@ -133,7 +133,7 @@ impl Gemm {
             let what = format!("activations made from {} rows", request.m);
             return Err(CudaError::Unsupported { op: "gemm", what });
         };
-        self.small.launch(stream, &chosen, params, &checked, None, workspace + self.hopper_bytes())
+        self.small.launch(stream, &chosen, params, &checked, workspace + self.hopper_bytes())
     }
 
     /// Starts products of each expert's matrix with the rows that were routed to it. `matrix` is expert 0, `request.m` all
