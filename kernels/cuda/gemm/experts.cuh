@@ -32,8 +32,8 @@ struct ExpertPlan {
 /// Warps of a block: side by side along N, and taking turns along K.
 constexpr u32 EXPERT_WN = 2, EXPERT_WK = 4;
 
-template <class E, u32 MB, u32 D> struct ExpertProduct : SmallProduct<E, MB, 1, EXPERT_WN, EXPERT_WK, D, false> {
-    using Base = SmallProduct<E, MB, 1, EXPERT_WN, EXPERT_WK, D, false>;
+template <class E, u32 MB, u32 D> struct ExpertProduct : SmallProduct<E, MB, 1, EXPERT_WN, EXPERT_WK, D> {
+    using Base = SmallProduct<E, MB, 1, EXPERT_WN, EXPERT_WK, D>;
     using S = typename Base::S;
     using Quads = typename Base::Quads;
     static constexpr u32 WK = EXPERT_WK;
