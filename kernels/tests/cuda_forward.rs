@@ -277,7 +277,12 @@ fn products_make_activations() {
             gemm.launch(stream, &matrix, &request(made.address(), k, &apart), scratch).unwrap();
             let input = GemmInput::Gated { gate, up_at: up_at as u32 };
             gemm.launch_made(stream, &matrix, &request(x.address(), stride, &itself), input, scratch).unwrap();
-            assert_eq!(device.read_floats(&apart), device.read_floats(&itself), "{decode}, K {k}, {gate:?}");
+            // The activations are the same bits; the kernel may be another one, which adds in another order.
+            let (apart, itself) = (device.read_floats(&apart), device.read_floats(&itself));
+            let most = apart.iter().fold(0.0f32, |most, v| most.max(v.abs()));
+            for (i, (a, b)) in apart.iter().zip(&itself).enumerate() {
+                assert!((a - b).abs() <= 1e-5 * most, "{decode}, K {k}, {gate:?}: element {i} is {b}, expected {a}");
+            }
             let beyond = GemmInput::Gated { gate, up_at: (k + 32) as u32 };
             let refused = request(x.address(), stride, &made);
             assert!(gemm.launch_made(stream, &matrix, &refused, beyond, scratch).is_err());
