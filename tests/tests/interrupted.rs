@@ -137,7 +137,7 @@ fn of_eight_converters_one_writes() {
 fn memory_bounds_leave_no_trace() {
     let root = tempfile::tempdir().expect("temporary folder");
     let (input, expected, _) = moe(root.path());
-    for (n, more) in [["--max-memory", "1M"], ["--max-memory", "60M"], ["--threads", "3"]].iter().enumerate() {
+    for (n, more) in [["--max-memory", "64M"], ["--max-memory", "100M"], ["--threads", "3"]].iter().enumerate() {
         let output = root.path().join(n.to_string());
         convert(&input, &output, more).ok();
         assert_eq!(id(&output), expected, "{more:?}");
