@@ -6,6 +6,10 @@
 //! A time is that of one launch in a replayed graph of many, over copies of the matrix that do not fit the L2 together; the
 //! median of five replays. The share is that of the speed of a plain read of the same bytes, timed the same way. The error is that of 512 columns of 4 rows, as root of the mean square over that of the result.
 
+#[path = "../tests/common/random.rs"]
+mod random;
+
+use random::Random;
 use std::error::Error;
 use std::sync::Arc;
 use std::time::Instant;
@@ -25,24 +29,6 @@ const ROWS: &str = "1,16,64,128,512,2048,8192";
 /// Copies of a matrix take as many bytes, several times the L2, and are not more than the next.
 const COPIES_BYTES: u64 = 400 << 20;
 const MAX_COPIES: u64 = 16;
-
-/// SplitMix64.
-struct Random(u64);
-
-impl Random {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-        z ^ (z >> 31)
-    }
-
-    /// Uniform in -1 to 1.
-    fn unit(&mut self) -> f32 {
-        (self.next() >> 40) as f32 / (1u64 << 23) as f32 - 1.0
-    }
-}
 
 /// Random codes, and scales as checkpoints have them.
 fn plane(matrix: &TiledMatrix, kind: PlaneKind, random: &mut Random) -> Vec<u8> {

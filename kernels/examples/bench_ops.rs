@@ -7,6 +7,10 @@
 //! memory's rate, that of prefill the multiplications under the causal mask over the tensor cores' rate. Both rates are
 //! measured ones of an H200 (copy, and cuBLAS bf16).
 
+#[path = "../tests/common/random.rs"]
+mod random;
+
+use random::Random;
 use std::error::Error;
 use std::sync::Arc;
 use std::time::Instant;
@@ -24,24 +28,6 @@ type Outcome<T = ()> = Result<T, Box<dyn Error>>;
 /// Bytes a second of device memory, and operations a second of tensor cores.
 const MEMORY: f64 = 4.38e12;
 const TENSOR: f64 = 790e12;
-
-/// SplitMix64.
-struct Random(u64);
-
-impl Random {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-        z ^ (z >> 31)
-    }
-
-    /// Uniform in -1 to 1.
-    fn unit(&mut self) -> f32 {
-        (self.next() >> 40) as f32 / (1u64 << 23) as f32 - 1.0
-    }
-}
 
 struct Bench {
     context: Arc<CudaContext>,

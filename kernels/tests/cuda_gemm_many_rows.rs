@@ -213,11 +213,7 @@ fn few_rows_and_a_tile_for_each_multiprocessor() {
             let parts: &[u64] = if (c + i) % 2 == 0 { &[24_576] } else { &[11_500, 12_033] };
             let k = [128, 320, 1024][(c + i) % 3];
             let matrix = RandomMatrix::new(spec, k, parts, group, [0, 0], random);
-            let mut logical = vec![false; matrix.matrix.padded_n() as usize];
-            for part in &matrix.matrix.parts {
-                logical[part.start as usize..(part.start + part.rows) as usize].fill(true);
-            }
-            check(&device, decode, &matrix.weight(), &logical, m, FORMS[(c + i) % FORMS.len()], random);
+            check(&device, decode, &matrix.weight(), &logical(&matrix), m, FORMS[(c + i) % FORMS.len()], random);
         }
     }
 }

@@ -11,6 +11,7 @@
 // kernel waits for the product before it.
 
 #include "attention/own_token.cuh"
+#include "common/fresh.cuh"
 #include "common/hopper.cuh"
 #include "common/order.cuh"
 
@@ -215,22 +216,6 @@ __device__ __forceinline__ void leave(const Decode& p, uint64_t record, uint32_t
     const float4 v = make_float4(marked(sum.x), marked(sum.y), marked(sum.z), marked(sum.w));
     __stcg(reinterpret_cast<float4*>(p.partial + record * p.dim + d), v);
     if (d == 0) __stcg(p.stats + record, make_float2(marked(most), marked(weight)));
-}
-
-// What memory holds now, whatever was read from there before.
-__device__ __forceinline__ float4 load_fresh(const float* from) {
-    float4 v;
-    asm volatile("ld.relaxed.gpu.global.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-                 : "l"(from)
-                 : "memory");
-    return v;
-}
-
-__device__ __forceinline__ float2 load_fresh(const float2* from) {
-    float2 v;
-    asm volatile("ld.relaxed.gpu.global.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "l"(from) : "memory");
-    return v;
 }
 
 __device__ __forceinline__ bool there(float v) { return __float_as_uint(v) != 0; }

@@ -71,13 +71,3 @@ __device__ __forceinline__ void multiply(float (&d)[4], const u32 (&a)[4], u32 b
                  : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(0.0f));
 }
-
-/// What memory holds now, whatever was read from there before. Each of the four is read as a whole.
-__device__ __forceinline__ float4 load_fresh(const float *from) {
-    float4 v;
-    asm volatile("ld.relaxed.gpu.global.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-                 : "l"(from)
-                 : "memory");
-    return v;
-}

@@ -78,6 +78,18 @@ template <u32 Bits, class Scale> struct Zeros : Encoding<Bits, 0, 2, Apply::IN_G
     }
 };
 
+// Names of integer encodings for lists of kernels: a template's arguments have commas, which a macro does not take.
+using U4F16 = Symmetric<4, F16, 1>;
+using U4Bf16 = Symmetric<4, Bf16, 1>;
+using U4F32 = Symmetric<4, F32, 1>;
+using U8F16 = Symmetric<8, F16, 1>;
+using U8Bf16 = Symmetric<8, Bf16, 1>;
+using U8F32 = Symmetric<8, F32, 1>;
+using U4F16Zeros = Zeros<4, F16>;
+using U4Bf16Zeros = Zeros<4, Bf16>;
+using U8F16Zeros = Zeros<8, F16>;
+using U8Bf16Zeros = Zeros<8, Bf16>;
+
 /// Q5_0: four bits and one, less 16.
 struct Q5Symmetric : Encoding<4, 1, 1, Apply::IN_GROUP, 1, false> {
     __host__ __device__ static constexpr u32 size(u32) { return 2; }

@@ -2,18 +2,6 @@
 
 #include "gemm/experts.cuh"
 
-// A template's arguments have commas, which a macro does not take.
-using U4F16 = Symmetric<4, F16, 1>;
-using U4Bf16 = Symmetric<4, Bf16, 1>;
-using U4F32 = Symmetric<4, F32, 1>;
-using U8F16 = Symmetric<8, F16, 1>;
-using U8Bf16 = Symmetric<8, Bf16, 1>;
-using U8F32 = Symmetric<8, F32, 1>;
-using U4F16Zeros = Zeros<4, F16>;
-using U4Bf16Zeros = Zeros<4, Bf16>;
-using U8F16Zeros = Zeros<8, F16>;
-using U8Bf16Zeros = Zeros<8, Bf16>;
-
 #define LIST(X)                                                                                                                \
     VT_EXPERTS_4(X, u4_f16, U4F16, U4F16)                                                                                      \
     VT_EXPERTS_4(X, u4_bf16, U4Bf16, U4Bf16)                                                                                   \

@@ -8,6 +8,7 @@
 #pragma once
 
 #include "common/async.cuh"
+#include "common/fresh.cuh"
 #include "common/order.cuh"
 #include "gemm/encodings.cuh"
 #include "gemm/inputs.cuh"

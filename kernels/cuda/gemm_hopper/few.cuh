@@ -128,11 +128,7 @@ struct FewUnits {
                 const int unit = first + g * kGroupUnits;
                 const int scale_row = unit / 4 * Codec::kScaleRows + unit % 4 * 16 / Codec::kGroup;
                 const uint8_t* tile = shared.scales + stage * S::kScaleBytes + scale_row * S::kScaleRow + column * 64 * Codec::kScaleBytes;
-                if constexpr (Codec::kMode == Apply::kInCode) {
-                    Codec::Scales::template read<4>(scales[g], tile, lane, 0);
-                } else {
-                    Codec::Scales::read(scales[g], tile, lane);
-                }
+                Codec::Scales::template read<4>(scales[g], tile, lane, 0);
             }
         }
     }

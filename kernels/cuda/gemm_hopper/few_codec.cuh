@@ -74,11 +74,7 @@ struct FewCodesE2m1 {
 };
 
 template <bool Half>
-struct FewScales16 {
-    static constexpr int kBytes = 2, kWords = 4, kShort = 0;
-    __device__ __forceinline__ static void read(uint32_t* words, const uint8_t* tile, int lane) {
-        read_words<4>(words, tile + 16 * (lane / 4));
-    }
+struct FewScales16 : Scales16<Half> {
     __device__ __forceinline__ static void factors(const uint32_t* words, float (&to)[4][2]) {
 #pragma unroll
         for (int block = 0; block < 4; ++block) {
@@ -95,11 +91,7 @@ struct FewScales16 {
 
 // 2^(e - 127), 255 is NaN; halved 2^(e - 128).
 template <bool Halved>
-struct FewScalesE8m0 {
-    static constexpr int kBytes = 1, kWords = 2, kShort = ScalesE8m0<Halved>::kShort;
-    __device__ __forceinline__ static void read(uint32_t* words, const uint8_t* tile, int lane) {
-        read_words<2>(words, tile + 8 * (lane / 4));
-    }
+struct FewScalesE8m0 : ScalesE8m0<Halved> {
     __device__ __forceinline__ static void factors(const uint32_t* words, float (&to)[4][2]) {
 #pragma unroll
         for (int block = 0; block < 4; ++block) {

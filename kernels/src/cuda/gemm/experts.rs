@@ -4,18 +4,16 @@
 
 use super::params::{Plan, Request, Tiled, scale_shifts};
 use super::small::{Reading, UNIT_K};
+use super::table::{self, ListedKernel};
 use super::{ExpertFusion, ExpertGroups};
 use crate::activation::Gate;
-use crate::cuda::module::{Function, Module, arguments};
+use crate::cuda::module::arguments;
 use crate::cuda::{CudaContext, CudaError, CudaStream};
 use std::collections::HashMap;
-use std::ffi::CString;
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 
 /// Fatbins that have a table of kernels.
 const SOURCES: [&str; 3] = ["gemm/experts_float", "gemm/experts_integer", "gemm/experts_ggml"];
-/// Bytes of an entry of the table: a name of 40 bytes and three numbers.
-const ENTRY_BYTES: usize = 52;
 /// Columns and threads of a block.
 const COLUMNS: u32 = 128;
 const THREADS: u32 = 256;
@@ -34,10 +32,7 @@ const DETERMINISTIC_ROWS: u32 = 16;
 /// A kernel for one encoding and one number of rows.
 #[derive(Debug)]
 struct Kernel {
-    module: Arc<Module>,
-    name: String,
-    /// Looked up at first use: there are many kernels, and a model uses few.
-    function: OnceLock<Function>,
+    listed: ListedKernel,
     rows: u32,
     blocks: u32,
     fixed_bytes: u32,
@@ -78,21 +73,12 @@ impl ExpertKernels {
     pub(super) fn new(context: &Arc<CudaContext>) -> Result<Self, CudaError> {
         let mut kernels: HashMap<String, Vec<Kernel>> = HashMap::new();
         for source in SOURCES {
-            let module = Module::load(context, source)?;
-            for entry in module.constant(c"vt_expert_kernels")?.as_chunks::<ENTRY_BYTES>().0 {
-                let (name, numbers) = entry.split_at(ENTRY_BYTES - 12);
-                let name = String::from_utf8_lossy(name).trim_end_matches('\0').to_owned();
+            for (listed, numbers) in table::kernels(context, source, c"vt_expert_kernels")? {
                 // `vt_experts_` encoding `_` rows.
-                let encoding = name.strip_prefix("vt_experts_").and_then(|rest| Some(rest.rsplit_once('_')?.0));
-                let number = |i: usize| u32::from_le_bytes([0, 1, 2, 3].map(|b| numbers[4 * i + b]));
-                kernels.entry(encoding.unwrap_or("").to_owned()).or_default().push(Kernel {
-                    module: Arc::clone(&module),
-                    name,
-                    function: OnceLock::new(),
-                    rows: number(0),
-                    blocks: number(1),
-                    fixed_bytes: number(2),
-                });
+                let rest = listed.name().strip_prefix("vt_experts_");
+                let encoding = rest.and_then(|rest| Some(rest.rsplit_once('_')?.0)).unwrap_or("").to_owned();
+                let [rows, blocks, fixed_bytes] = numbers;
+                kernels.entry(encoding).or_default().push(Kernel { listed, rows, blocks, fixed_bytes });
             }
         }
         let multiprocessors = context.attributes().multiprocessors;
@@ -170,7 +156,7 @@ impl ExpertKernels {
     pub(super) fn workspace_bytes(&self, reading: &Reading) -> Result<u64, CudaError> {
         let mut bytes = 0;
         for kernel in self.kernels.get(&reading.name).into_iter().flatten() {
-            kernel.function(self.shared_bytes - STATIC_BYTES)?;
+            kernel.listed.function(self.shared_bytes - STATIC_BYTES)?;
             let blocks = u64::from(kernel.blocks * self.multiprocessors);
             bytes = bytes.max(blocks * u64::from(kernel.rows * COLUMNS) * 4);
         }
@@ -187,7 +173,7 @@ impl ExpertKernels {
         workspace: u64,
     ) -> Result<(), CudaError> {
         let Chosen { kernel, plan, shared_bytes } = chosen;
-        let function = kernel.function(self.shared_bytes - STATIC_BYTES)?;
+        let function = kernel.listed.function(self.shared_bytes - STATIC_BYTES)?;
         let plan = ExpertPlan { plan: Plan { workspace, ..plan.plan }, ..*plan };
         let grid = [if request.m == 0 { 0 } else { plan.plan.blocks }, 1, 1];
         // SAFETY: arguments are the kernel's; the request is checked against the matrix, the plan covers it, the workspace is
@@ -197,17 +183,6 @@ impl ExpertKernels {
             let block = [THREADS, 1, 1];
             function.launch_early(stream, grid, block, *shared_bytes, &mut arguments![*tiled, *request, plan])
         }
-    }
-}
-
-impl Kernel {
-    fn function(&self, shared_bytes: u32) -> Result<&Function, CudaError> {
-        if let Some(function) = self.function.get() {
-            return Ok(function);
-        }
-        let name = CString::new(self.name.as_str()).unwrap_or_default();
-        let function = self.module.function(&name, shared_bytes)?;
-        Ok(self.function.get_or_init(|| function))
     }
 }
 

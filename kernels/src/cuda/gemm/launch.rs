@@ -178,7 +178,7 @@ impl Gemm {
     ) -> Result<bool, CudaError> {
         let checked = checks::check(matrix, request, Some((groups, fusion)))?;
         let many = self.hopper.as_ref().filter(|_| !request.deterministic);
-        if many.is_some_and(|hopper| hopper.takes(matrix, &checked, Some(groups))) {
+        if many.is_some_and(|hopper| hopper.takes_experts(matrix, &checked, groups)) {
             return Ok(false);
         }
         self.few(stream, matrix, request, &checked, groups, fusion, workspace)

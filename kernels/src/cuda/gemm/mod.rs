@@ -7,6 +7,7 @@
 //! - `hopper`: products on Hopper with many rows, and with few where those kernels read faster;
 //! - `experts`: products of few rows with each of several matrices;
 //! - `small`: products with few rows, limited by the reading of the weights;
+//! - `table`: the kernels that a fatbin lists;
 //! - [`Gemm`]: the kernels of a device, and the choice among them.
 //!
 //! Activations are bf16, sums f32. N' is the padded N of a tiled matrix. Launches neither allocate nor wait, and may be
@@ -21,6 +22,7 @@ mod launch;
 mod matrix;
 mod params;
 mod small;
+mod table;
 
 pub use embed::EmbeddingKernels;
 pub use input::GemmInput;

@@ -4,11 +4,11 @@
 //! written down once.
 
 use super::params::{Plan, Request, Tiled, scale_shifts};
-use crate::cuda::module::{Function, Module, arguments};
+use super::table::{self, ListedKernel};
+use crate::cuda::module::arguments;
 use crate::cuda::{CudaContext, CudaError, CudaStream};
 use std::collections::HashMap;
-use std::ffi::CString;
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 use vt_bundle::encoding::{ScaleType, Span};
 use vt_bundle::layout::TiledMatrix;
 
@@ -16,8 +16,6 @@ use vt_bundle::layout::TiledMatrix;
 const SOURCES: [&str; 3] = ["gemm/small_float", "gemm/small_integer", "gemm/small_ggml"];
 /// Codes along K of a unit.
 pub(super) const UNIT_K: u32 = 32;
-/// Bytes of an entry of the table: a name of 40 bytes and four numbers.
-const ENTRY_BYTES: usize = 56;
 /// Rows of the kernels that make activations where they are asked to: `MAKES_INPUTS` in `cuda/gemm/small.cuh`.
 const MAKING_ROWS: u32 = 8;
 /// Rows that one kernel takes in any case where results must not depend on their number.
@@ -26,10 +24,7 @@ const DETERMINISTIC_ROWS: u32 = 16;
 /// A kernel for one encoding and one shape of block.
 #[derive(Debug)]
 struct Kernel {
-    module: Arc<Module>,
-    name: String,
-    /// Looked up at first use: there are many kernels, and a model uses few.
-    function: OnceLock<Function>,
+    listed: ListedKernel,
     /// Rows and columns of a block, its threads, its bytes of shared memory besides the activations.
     rows: u32,
     columns: u32,
@@ -69,22 +64,12 @@ impl SmallKernels {
     pub(super) fn new(context: &Arc<CudaContext>) -> Result<Self, CudaError> {
         let mut kernels: HashMap<String, Vec<Kernel>> = HashMap::new();
         for source in SOURCES {
-            let module = Module::load(context, source)?;
-            for entry in module.constant(c"vt_gemm_small_kernels")?.as_chunks::<ENTRY_BYTES>().0 {
-                let (name, numbers) = entry.split_at(ENTRY_BYTES - 16);
-                let name = String::from_utf8_lossy(name).trim_end_matches('\0').to_owned();
+            for (listed, numbers) in table::kernels(context, source, c"vt_gemm_small_kernels")? {
                 // `vt_gemm_` encoding `_` rows `_` shape.
-                let encoding = name.strip_prefix("vt_gemm_").and_then(|rest| rest.rsplitn(3, '_').nth(2)).unwrap_or("");
-                let number = |i: usize| u32::from_le_bytes([0, 1, 2, 3].map(|b| numbers[4 * i + b]));
-                kernels.entry(encoding.to_owned()).or_default().push(Kernel {
-                    module: Arc::clone(&module),
-                    name,
-                    function: OnceLock::new(),
-                    rows: number(0),
-                    columns: number(1),
-                    threads: number(2),
-                    fixed_bytes: number(3),
-                });
+                let rest = listed.name().strip_prefix("vt_gemm_");
+                let encoding = rest.and_then(|rest| rest.rsplitn(3, '_').nth(2)).unwrap_or("").to_owned();
+                let [rows, columns, threads, fixed_bytes] = numbers;
+                kernels.entry(encoding).or_default().push(Kernel { listed, rows, columns, threads, fixed_bytes });
             }
         }
         let multiprocessors = context.attributes().multiprocessors;
@@ -152,7 +137,7 @@ impl SmallKernels {
             if let Some(chosen) = self.choose(reading, tiled, m, deterministic) {
                 bytes = bytes.max(chosen.workspace_bytes());
                 // So that a launch that is being recorded finds its kernel loaded.
-                let _ = chosen.kernel.function(self.shared_bytes);
+                let _ = chosen.kernel.listed.function(self.shared_bytes);
             }
         }
         bytes
@@ -168,7 +153,7 @@ impl SmallKernels {
         workspace: u64,
     ) -> Result<(), CudaError> {
         let Chosen { kernel, plan, shared_bytes } = chosen;
-        let function = kernel.function(self.shared_bytes)?;
+        let function = kernel.listed.function(self.shared_bytes)?;
         let plan = Plan { workspace, ..*plan };
         let block = [kernel.threads, 1, 1];
         for step in 0..request.m.div_ceil(kernel.rows) {
@@ -197,17 +182,6 @@ impl Chosen<'_> {
 
     fn workspace_bytes(&self) -> u64 {
         u64::from(self.plan.blocks) * u64::from(self.kernel.rows) * u64::from(self.kernel.columns) * 4
-    }
-}
-
-impl Kernel {
-    fn function(&self, shared_bytes: u32) -> Result<&Function, CudaError> {
-        if let Some(function) = self.function.get() {
-            return Ok(function);
-        }
-        let name = CString::new(self.name.as_str()).unwrap_or_default();
-        let function = self.module.function(&name, shared_bytes)?;
-        Ok(self.function.get_or_init(|| function))
     }
 }
 

@@ -134,9 +134,9 @@ impl Hopper {
         if aligned && enough { Reading::of(matrix) } else { None }
     }
 
-    /// Whether these kernels are the ones for the product.
-    pub(super) fn takes(&self, matrix: &DeviceMatrix, request: &Request, groups: Option<&ExpertGroups>) -> bool {
-        self.reading(matrix, request, groups).is_some()
+    /// Whether these kernels are the ones for the products of experts.
+    pub(super) fn takes_experts(&self, matrix: &DeviceMatrix, request: &Request, groups: &ExpertGroups) -> bool {
+        self.reading(matrix, request, Some(groups)).is_some()
     }
 
     /// Starts the product where these kernels are the ones for it, and says whether it did.
@@ -222,25 +222,25 @@ impl Hopper {
     fn cut(&self, encoding: usize, request: &Request, k: u32, groups: Option<&ExpertGroups>) -> Option<Launch<'_>> {
         let (n, m, sms) = (request.n, request.m, self.multiprocessors);
         let read = &ENCODINGS[encoding];
-        if groups.is_none()
-            && let Some((shape, schedule)) = few::plan(n, k, m, sms)
-        {
-            return Some(Launch {
-                function: &self.few[encoding][shape],
-                blocks: schedule.tiles_n,
-                threads: few::THREADS,
-                shared_bytes: few::SHAPES[shape].shared_bytes(read),
-                rows: few::ROWS,
-                box_tokens: few::SHAPES[shape].tokens,
-                schedule,
-            });
-        }
-        if groups.is_none() && m < MIN_ROWS {
-            return None;
-        }
         let plan = match groups {
-            None => Plan::cheapest(n, k, m, read.bits, sms),
             Some(groups) => Plan::of_experts(n, k, m, groups.count, sms),
+            None => {
+                if let Some((shape, schedule)) = few::plan(n, k, m, sms) {
+                    return Some(Launch {
+                        function: &self.few[encoding][shape],
+                        blocks: schedule.tiles_n,
+                        threads: few::THREADS,
+                        shared_bytes: few::SHAPES[shape].shared_bytes(read),
+                        rows: few::ROWS,
+                        box_tokens: few::SHAPES[shape].tokens,
+                        schedule,
+                    });
+                }
+                if m < MIN_ROWS {
+                    return None;
+                }
+                Plan::cheapest(n, k, m, read.bits, sms)
+            }
         };
         let shape = &SHAPES[plan.shape];
         Some(Launch {
