@@ -168,12 +168,24 @@ pub enum BundleError {
         /// What contradicts what.
         reason: String,
     },
+    /// An output would be made inside the bundle's own folder.
+    #[error(
+        "{}: lies inside the bundle {}, where no hash would cover it; choose another place",
+        output.display(), bundle.display()
+    )]
+    OutputInside {
+        /// The output.
+        output: PathBuf,
+        /// The bundle.
+        bundle: PathBuf,
+    },
 }
 
 impl BundleError {
-    /// The exit code that a program should end with: 3 input invalid, 4 integrity failure, 6 I/O.
+    /// The exit code that a program should end with: 2 usage, 3 input invalid, 4 integrity failure, 6 I/O.
     pub fn exit_code(&self) -> u8 {
         match self {
+            BundleError::OutputInside { .. } => 2,
             BundleError::Io { .. } => 6,
             BundleError::Missing { .. }
             | BundleError::Manifest { .. }

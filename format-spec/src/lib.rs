@@ -18,6 +18,7 @@ pub mod hash;
 pub mod layout;
 pub mod manifest;
 pub mod mmap;
+pub mod outside;
 pub mod pack;
 pub mod printable;
 pub mod reader;

@@ -14,6 +14,7 @@ use crate::codec::{self, MatrixShape};
 use crate::error::BundleError;
 use crate::geometry::Geometry;
 use crate::manifest::{AssetRole, Placement, Tensor};
+use crate::outside;
 use crate::pack::PartFormat;
 use crate::reader::{Bundle, plane_bytes, tiled_view};
 
@@ -133,14 +134,25 @@ pub fn recipe(bundle: &Bundle) -> Result<Recipe, BundleError> {
     serde_json::from_reader(std::io::BufReader::new(decoder)).map_err(|e| fault(e.to_string()))
 }
 
+/// Refuses a folder for the source files where one of them would come to lie inside the bundle.
+///
+/// # Errors
+/// [`BundleError::OutputInside`].
+pub fn refuse_inside(bundle: &Bundle, dir: &Path) -> Result<(), BundleError> {
+    outside::refuse_inside(dir, bundle.dir())?;
+    bundle.manifest().source.files.iter().try_for_each(|f| outside::refuse_inside(&dir.join(&f.name), bundle.dir()))
+}
+
 /// Rebuilds every source file of a bundle into `dir`, which must exist, and checks each against its BLAKE3.
 ///
 /// Each file appears under its name when it is complete and has the right hash. `progress` is called with the bytes
 /// written.
 ///
 /// # Errors
-/// [`BundleError`] of the bundle, [`BundleError::Io`] of the output, [`BundleError::Hash`] where a rebuilt file differs.
+/// [`BundleError`] of the bundle, [`BundleError::OutputInside`] and [`BundleError::Io`] of the output, [`BundleError::Hash`]
+/// where a rebuilt file differs.
 pub fn restore(bundle: &Bundle, dir: &Path, progress: &(dyn Fn(u64) + Sync)) -> Result<(), BundleError> {
+    refuse_inside(bundle, dir)?;
     let recipe = recipe(bundle)?;
     let fault = |reason: String| BundleError::Recipe { path: bundle.dir().to_owned(), reason };
     let image = bundle.map(Placement::Image)?;

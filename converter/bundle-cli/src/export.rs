@@ -31,6 +31,7 @@ pub struct Args {
 /// Writes the file.
 pub fn run(args: &Args) -> Result<Outcome, Failure> {
     let bundle = Bundle::open(&args.bundle)?;
+    vt_bundle::outside::refuse_inside(&args.file, bundle.dir())?;
     if !args.overwrite && args.file.symlink_metadata().is_ok() {
         return Err(Failure::Other(format!("{}: exists; give --overwrite to replace it", args.file.display()), 2));
     }

@@ -27,6 +27,7 @@ pub struct Args {
 /// Rebuilds every source file and checks it against the BLAKE3 in the manifest.
 pub fn run(args: &Args) -> Result<Outcome, Failure> {
     let bundle = Bundle::open(&args.bundle)?;
+    vt_bundle::restore::refuse_inside(&bundle, &args.dir)?;
     let files = &bundle.manifest().source.files;
     if !args.overwrite {
         // `symlink_metadata` sees a dangling link too: writing through it would surprise.

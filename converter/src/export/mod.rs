@@ -108,6 +108,7 @@ pub fn planned_bytes(bundle: &Bundle) -> Result<u64, ExportError> {
 /// # Errors
 /// [`ExportError`]; on an error nothing is left under `file`'s name that was not there before.
 pub fn dequantize(bundle: &Bundle, file: &Path, progress: &(dyn Fn(u64) + Sync)) -> Result<Summary, ExportError> {
+    vt_bundle::outside::refuse_inside(file, bundle.dir())?;
     let items = collect(bundle)?;
     let mut temporary = file.as_os_str().to_owned();
     temporary.push(".vt-partial");

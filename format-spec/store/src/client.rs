@@ -6,6 +6,7 @@ use std::sync::Arc;
 use futures_util::StreamExt;
 use serde::Serialize;
 use tokio::runtime::{Builder, Runtime};
+use vt_bundle::outside::{lies_in, refuse_inside};
 
 use crate::cache::{Cache, CachedBundle};
 use crate::contents::Contents;
@@ -13,7 +14,7 @@ use crate::error::StoreError;
 use crate::hashing::{self, Hashers};
 use crate::progress::{Meter, Progress, Silent};
 use crate::pull::{self, Pulled};
-use crate::reference::{Pin, Reference};
+use crate::reference::{Location, Pin, Reference};
 use crate::sign::{self, SigningKey, Statement, VerifyingKey};
 use crate::source::Source;
 use crate::store::{Listed, Remote, Store};
@@ -94,6 +95,7 @@ impl Client {
     pub fn push(&self, bundle: &Path, to: &Reference, progress: &Arc<dyn Progress>) -> Result<Pushed, StoreError> {
         let contents = upload::open_folder(bundle)?;
         check_target(to, &contents.id)?;
+        to.location.folders().iter().try_for_each(|folder| refuse_inside(folder, bundle))?;
         let store = self.store(to, true)?;
         let source = Source::Folder(bundle);
         self.runtime.block_on(upload::upload(&source, contents, &store, to, &self.options, progress))
@@ -107,6 +109,7 @@ impl Client {
         if dir.symlink_metadata().is_ok() {
             return Err(StoreError::Exists { path: dir.to_owned() });
         }
+        refuse_within(dir, &from.location)?;
         let store = self.store(from, false)?;
         self.runtime.block_on(async {
             let remote = store.resolve(from, &Meter::new(progress)).await?;
@@ -120,6 +123,9 @@ impl Client {
     /// # Errors
     /// [`StoreError`].
     pub fn copy(&self, from: &Reference, to: &Reference, progress: &Arc<dyn Progress>) -> Result<Pushed, StoreError> {
+        if to.location != from.location {
+            to.location.folders().iter().try_for_each(|folder| refuse_within(folder, &from.location))?;
+        }
         let store = self.store(from, false)?;
         let target = self.store(to, true)?;
         self.runtime.block_on(async {
@@ -317,6 +323,15 @@ impl Client {
 fn silent_meter() -> Meter {
     let silent: Arc<dyn Progress> = Arc::new(Silent);
     Meter::new(&silent)
+}
+
+/// Refuses an output among the files of the store that it comes from. Two names of one folder are the same store.
+fn refuse_within(output: &Path, store: &Location) -> Result<(), StoreError> {
+    let Some(folder) = store.folders().into_iter().find(|f| lies_in(output, f) && !lies_in(f, output)) else {
+        return Ok(());
+    };
+    let reason = format!("lies inside {}, which belongs to the store {store}; choose another place", folder.display());
+    Err(StoreError::Unsupported { place: output.display().to_string(), reason })
 }
 
 /// A target that pins another bundle than the one that is stored there is a mistake.

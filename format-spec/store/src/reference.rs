@@ -103,6 +103,19 @@ impl Reference {
     }
 }
 
+impl Location {
+    /// The folders that a store on a disk writes to; none for any other.
+    pub(crate) fn folders(&self) -> Vec<PathBuf> {
+        match self {
+            Self::Layout { dir } => vec![dir.join("blobs")],
+            Self::Objects { scheme: "file", prefix, .. } => {
+                ["blobs", "index", "signatures"].iter().map(|part| PathBuf::from(prefix).join(part)).collect()
+            }
+            _ => Vec::new(),
+        }
+    }
+}
+
 impl fmt::Display for Location {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {

@@ -43,9 +43,6 @@ pub struct Args {
 
 /// Signs.
 pub fn run(args: &Args) -> Result<Outcome, Failure> {
-    let key = SigningKey::read(&args.key)?;
-    let client = args.connection.client(1)?;
-    let progress: Arc<dyn Progress> = Arc::new(TransferBar::new(args.quiet));
     let attach = args.attach.as_ref().map(ReferenceArg::read).transpose()?;
     let bundle = args.bundle.place()?;
     let file = match (&args.signature, &bundle) {
@@ -54,9 +51,15 @@ pub fn run(args: &Args) -> Result<Outcome, Failure> {
         _ => None,
     };
     // Before the bundle is read, which may take long.
+    if let (Some(path), Place::Folder(dir)) = (&file, &bundle) {
+        vt_bundle::outside::refuse_inside(path, dir)?;
+    }
     if let Some(path) = file.as_ref().filter(|path| path.symlink_metadata().is_ok()) {
         return Err(exists(path));
     }
+    let key = SigningKey::read(&args.key)?;
+    let client = args.connection.client(1)?;
+    let progress: Arc<dyn Progress> = Arc::new(TransferBar::new(args.quiet));
     let (signature, attach) = match bundle {
         Place::Folder(dir) => (client.sign_folder(&dir, &key, &progress)?, attach),
         Place::Store(reference) => (client.sign_stored(&reference, &key, &progress)?, attach.or(Some(reference))),
