@@ -53,7 +53,8 @@ impl BlockPool {
         let count = count.min(NONE as usize);
         let mut pool = Self {
             blocks: vec![Block { references: 0, hash: None, previous: NONE, next: NONE }; count],
-            by_hash: HashMap::new(),
+            // Twice, so that it never grows: what removals leave is cleared in place while at most half is in use.
+            by_hash: HashMap::with_capacity(2 * count),
             first_free: NONE,
             last_free: NONE,
             free: 0,
@@ -201,6 +202,22 @@ mod tests {
         pool.allocate(1, &mut table);
         assert!(pool.find(&hash(1)).is_some());
         assert!(pool.find(&hash(2)).is_none());
+    }
+
+    #[test]
+    fn the_table_of_hashes_never_grows() {
+        let mut pool = BlockPool::new(300);
+        let capacity = pool.by_hash.capacity();
+        let mut table = Vec::new();
+        for number in 0..20_000u32 {
+            assert!(pool.allocate(1, &mut table));
+            let hash = chain_hash(None, &CacheSalt::from_secret(b"a"), &[number]);
+            pool.register(table[0], hash);
+            pool.release(&mut table);
+            // Less for a while, by what removals left.
+            assert!(pool.by_hash.capacity() <= capacity, "{number}");
+        }
+        assert_eq!(pool.by_hash.len(), 300);
     }
 
     #[test]
