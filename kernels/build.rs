@@ -46,6 +46,7 @@ const SOURCES: &[&str] = &[
     "measure/read",
     "moe/route",
     "moe/router",
+    "moe/rows",
     "sampling/sample",
 ];
 /// What a daily build targets: Hopper with its own instructions.

@@ -121,6 +121,10 @@ fn expert_tensors(
             part.scale = None;
             part.input_scale = None;
             part.pre_quant_scale = part.pre_quant_scale.as_deref().map(|n| generic(path, n));
+            if let Some(branch) = &mut part.low_rank {
+                branch.down = generic(path, &branch.down);
+                branch.up = generic(path, &branch.up);
+            }
         }
         let sources = grouped.iter().map(|g| g[t].1.clone()).collect();
         tensors.push(PlannedTensor { tensor, geometry, sources });

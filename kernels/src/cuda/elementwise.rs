@@ -45,7 +45,7 @@ pub enum Placing {
     AddF32,
 }
 
-fn float_code(dtype: FloatType) -> u32 {
+pub(super) fn float_code(dtype: FloatType) -> u32 {
     match dtype {
         FloatType::F32 => 0,
         FloatType::F16 => 1,

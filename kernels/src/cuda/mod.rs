@@ -20,6 +20,7 @@ mod memory;
 // Every family of kernels but the hash uses it.
 mod module;
 pub mod moe;
+pub mod moe_rows;
 pub mod norm;
 pub mod sampling;
 mod stopwatch;

@@ -6,6 +6,7 @@ use super::config::{LayerConfig, ModelConfig};
 use super::experts::{MlpBuffers, MlpInput};
 use super::graph::{Attention, FeedForward, Graph, VectorRef};
 use super::project::{Compute, FineRows};
+use super::routing::{LayerRouting, RoutingTap, StepRouting};
 use super::workspace::{HEAD_ROWS, Workspace};
 use crate::engine::model::{
     BLOCK_LEN, KvGeometry, LogitsBuffer, LogitsWanted, Model, ModelError, ModelInfo, SequenceStep, check_batch,
@@ -129,6 +130,54 @@ impl<A: HostArena> Model for CpuModel<A> {
     }
 
     fn forward(&mut self, batch: &[SequenceStep<'_>], logits: &mut LogitsBuffer) -> Result<(), ModelError> {
+        self.step(batch, logits, None)
+    }
+}
+
+/// The routing that a step is given, and what it tells of its own.
+struct Routed<'a> {
+    given: Option<&'a StepRouting>,
+    own: StepRouting,
+}
+
+impl<A: HostArena> CpuModel<A> {
+    /// As [`Model::forward`], with the experts of `given` where that is not `None`: tokens in the order of the batch. Gives
+    /// the model's own scores and choice for what it has computed so far.
+    ///
+    /// # Errors
+    /// As for [`Model::forward`]; [`ModelError::InvalidStep`] where `given` is not for this step or names experts that are not
+    /// there.
+    pub fn forward_routed(
+        &mut self,
+        batch: &[SequenceStep<'_>],
+        given: Option<&StepRouting>,
+        logits: &mut LogitsBuffer,
+    ) -> Result<StepRouting, ModelError> {
+        if let (Some(given), Some(moe)) = (given, &self.config.moe) {
+            let tokens: usize = batch.iter().map(|s| s.tokens.len()).sum();
+            let fits = |(layer, config): (&LayerRouting, &LayerConfig)| {
+                !config.moe
+                    || (layer.top_k == moe.top_k
+                        && layer.chosen.len() == tokens * moe.top_k
+                        && layer.chosen.iter().all(|expert| (*expert as usize) < moe.num_experts))
+            };
+            if given.layers.len() != self.config.layers.len() || !given.layers.iter().zip(&self.config.layers).all(fits)
+            {
+                let reason = format!("a routing that is not one of {tokens} tokens with {} experts each", moe.top_k);
+                return Err(ModelError::InvalidStep { index: 0, reason });
+            }
+        }
+        let mut routed = Routed { given, own: StepRouting::default() };
+        self.step(batch, logits, Some(&mut routed))?;
+        Ok(routed.own)
+    }
+
+    fn step(
+        &mut self,
+        batch: &[SequenceStep<'_>],
+        logits: &mut LogitsBuffer,
+        mut routed: Option<&mut Routed<'_>>,
+    ) -> Result<(), ModelError> {
         check_batch(&self.info, batch)?;
         let tokens: usize = batch.iter().map(|s| s.tokens.len()).sum();
         let slots: Vec<SequenceSlots<'_>> = batch
@@ -143,13 +192,11 @@ impl<A: HostArena> Model for CpuModel<A> {
         }
         self.find_wanted_rows(batch);
         for layer in 0..self.graph.layers.len() {
-            self.layer(layer, &slots, tokens);
+            self.layer(layer, &slots, tokens, routed.as_deref_mut());
         }
         self.logits(batch, logits)
     }
-}
 
-impl<A: HostArena> CpuModel<A> {
     /// Writes the embedding of every token to the residual stream of `elements` elements.
     fn embed(&mut self, batch: &[SequenceStep<'_>], elements: usize) {
         let hidden = self.config.hidden_size;
@@ -191,7 +238,12 @@ impl<A: HostArena> CpuModel<A> {
         }
     }
 
-    fn layer(&mut self, index: usize, slots: &[SequenceSlots<'_>], tokens: usize) {
+    fn layer(&mut self, index: usize, slots: &[SequenceSlots<'_>], tokens: usize, routed: Option<&mut Routed<'_>>) {
+        let mut tap = routed.as_ref().map(|routed| RoutingTap {
+            given: routed.given,
+            layer: index,
+            own: LayerRouting::default(),
+        });
         let (config, layer) = (&self.config, &self.graph.layers[index]);
         let stream = tokens * config.hidden_size;
         let compute = Compute { cx: &self.cx, loaded: &self.loaded, activations: self.activations };
@@ -219,10 +271,14 @@ impl<A: HostArena> CpuModel<A> {
         let (input, out) = (MlpInput { x: &w.normed[..stream], fine }, &mut w.block[..stream]);
         match (&layer.feed_forward, &config.moe) {
             (FeedForward::Experts(experts), Some(moe)) => {
-                compute.experts(moe, experts, config.activation, input, (&mut w.experts, &mut buffers), out);
+                let buffers = (&mut w.experts, &mut buffers);
+                compute.experts(moe, experts, config.activation, input, buffers, tap.as_mut(), out);
             }
             (FeedForward::Dense(mlp), _) => compute.gated_mlp(mlp, config.activation, input, &mut buffers, out),
             (FeedForward::Experts(_), None) => unreachable!("experts are resolved from a configuration that has them"),
+        }
+        if let (Some(routed), Some(tap)) = (routed, tap) {
+            routed.own.layers.push(tap.own);
         }
         if let Some(post) = &layer.post_feed_forward_norm {
             norm.apply(post, &w.block[..stream], &mut w.vector, &mut w.normed[..stream]);

@@ -3,6 +3,7 @@
 use super::config::{Activation, MoeConfig};
 use super::graph::{Experts, GatedMlp};
 use super::project::{Compute, FineRows, ProjectionScratch};
+use super::routing::RoutingTap;
 use super::workspace::ExpertBuffers;
 use crate::load::HostArena;
 use vt_kernels::activation::{Gate, gated};
@@ -49,7 +50,7 @@ impl<A: HostArena> Compute<'_, A> {
         self.project(&mlp.down, inner, fine, buffers.scratch, buffers.vector, out);
     }
 
-    /// `out [T, hidden]`: the weighted sum of each token's experts. The sum is in order of the experts' indices, so that
+    /// `out [T, hidden]`: the weighted sum of each token's experts, whose choice `tap` sees and may replace. The sum is in order of the experts' indices, so that
     /// a token's result does not depend on the rest of the batch.
     pub(super) fn experts(
         &self,
@@ -58,6 +59,7 @@ impl<A: HostArena> Compute<'_, A> {
         activation: Activation,
         input: MlpInput<'_>,
         buffers: (&mut ExpertBuffers, &mut MlpBuffers<'_>),
+        mut tap: Option<&mut RoutingTap<'_>>,
         out: &mut [f32],
     ) {
         let MlpInput { x, fine } = input;
@@ -70,8 +72,22 @@ impl<A: HostArena> Compute<'_, A> {
         own.choices.clear();
         for row in scores.chunks_exact_mut(stride) {
             let scores = &mut row[experts.router.outputs[0].column..][..moe.num_experts];
+            if let Some(tap) = &mut tap {
+                tap.scores(scores);
+            }
             softmax(self.cx, scores);
+            let start = own.choices.len();
             choose(scores, moe, &mut own.choices);
+            let choices = &mut own.choices[start..];
+            if let Some(tap) = &mut tap {
+                let mut experts: Vec<u32> = choices.iter().map(|(expert, _)| *expert).collect();
+                tap.chosen(&mut experts);
+                let taken = experts.into_iter().map(|expert| (expert, scores[expert as usize]));
+                choices.iter_mut().zip(taken).for_each(|(choice, taken)| *choice = taken);
+            }
+            if moe.normalize_weights {
+                normalise(choices);
+            }
         }
         out.fill(0.0);
         for (index, mlp) in experts.experts.iter().enumerate() {
@@ -115,10 +131,12 @@ fn choose(scores: &[f32], moe: &MoeConfig, choices: &mut Vec<(u32, f32)>) {
         });
         choices.extend(best.map(|(e, s)| (e as u32, s)));
     }
-    if moe.normalize_weights {
-        let sum: f32 = choices[start..].iter().map(|(_, w)| w).sum();
-        choices[start..].iter_mut().for_each(|(_, w)| *w /= sum);
-    }
+}
+
+/// Divides a token's weights by their sum.
+fn normalise(choices: &mut [(u32, f32)]) {
+    let sum: f32 = choices.iter().map(|(_, w)| w).sum();
+    choices.iter_mut().for_each(|(_, w)| *w /= sum);
 }
 
 #[cfg(test)]
@@ -128,10 +146,10 @@ mod tests {
     use serde_json::json;
     use vt_bundle::manifest::Model;
 
-    fn moe(normalize: bool) -> MoeConfig {
+    fn moe() -> MoeConfig {
         let config = json!({
             "hidden_size": 8, "num_attention_heads": 1, "num_hidden_layers": 1, "vocab_size": 8, "num_experts": 4,
-            "num_experts_per_tok": 2, "moe_intermediate_size": 8, "norm_topk_prob": normalize
+            "num_experts_per_tok": 2, "moe_intermediate_size": 8, "norm_topk_prob": true
         });
         let model = Model { architecture: "qwen3_moe".to_owned(), config, conventions: Vec::new() };
         ModelConfig::from_manifest(&model).unwrap().moe.unwrap()
@@ -140,11 +158,12 @@ mod tests {
     #[test]
     fn the_likeliest_experts_are_chosen() {
         let mut choices = Vec::new();
-        choose(&[0.1, 0.4, 0.1, 0.4], &moe(false), &mut choices);
-        choose(&[0.6, 0.0, 0.2, 0.2], &moe(true), &mut choices);
+        choose(&[0.1, 0.4, 0.1, 0.4], &moe(), &mut choices);
+        choose(&[0.6, 0.0, 0.2, 0.2], &moe(), &mut choices);
+        normalise(&mut choices[2..]);
         assert_eq!(choices, [(1, 0.4), (3, 0.4), (0, 0.75), (2, 0.25)]);
         choices.clear();
-        choose(&[f32::NAN; 4], &moe(false), &mut choices);
+        choose(&[f32::NAN; 4], &moe(), &mut choices);
         assert_eq!(choices.len(), 2);
     }
 }

@@ -12,12 +12,14 @@ pub mod graph;
 mod experts;
 mod pair;
 mod project;
+mod routing;
 mod workspace;
 
 pub use config::{ConfigError, ModelConfig};
 pub use cpu::{CpuModel, CpuModelOptions};
 pub use cuda::{CudaModel, CudaModelOptions, StepLimits, cuda_workspace_bytes};
 pub use graph::{Graph, GraphError};
+pub use routing::{LayerRouting, StepRouting};
 pub use workspace::workspace_bytes;
 
 use vt_bundle::manifest::Manifest;

@@ -285,6 +285,7 @@ impl OpenedDevice {
             limits,
             deterministic: cli.device.deterministic,
             graphs: !cli.device.enforce_eager,
+            keep_routing: false,
         };
         let uploading = Uploading { accelerator, options: cli.upload.options() };
         Ok(Self { bundle, config, plan, uploading, options, verify: verify(cli) })

@@ -44,7 +44,8 @@ pub fn cuda(path: &Path, kv_type: CudaKvType, deterministic: bool, graphs: bool)
     let uploading = Uploading { accelerator: CudaAccelerator::new(0).unwrap(), options: UploadOptions::default() };
     let loaded: LoadedBundle<CudaArena> = LoadedBundle::load(bundle, &uploading, Verify::Device, &|_| ()).unwrap();
     let limits = StepLimits { tokens: 600, sequences: SEQUENCES, context: ROOM };
-    let options = CudaModelOptions { kv_type, kv_blocks: SEQUENCES * BLOCKS, limits, deterministic, graphs };
+    let options =
+        CudaModelOptions { kv_type, kv_blocks: SEQUENCES * BLOCKS, limits, deterministic, graphs, keep_routing: true };
     CudaModel::new(loaded, config, &options).unwrap()
 }
 

@@ -1,7 +1,7 @@
 //! Vectors of a bundle as f32 on the device: norm weights with the family's offset, biases, scales, rotary frequencies.
 //!
 //! They are some thousandth of a model. Kernels read one type, and a bias of a fused product is one run of columns, whatever
-//! tensors it came from.
+//! tensors it came from. Vectors of experts, of which there are many, are read where they lie, and a table says where.
 
 use super::super::graph::VectorRef;
 use vt_bundle::Bundle;
@@ -27,8 +27,8 @@ impl Constant {
 enum Source {
     /// A vector of the bundle, with a number added to every element.
     Bundle(VectorRef, f32),
-    /// Values of the host.
-    Host(Vec<f32>),
+    /// Values of the host, as bits.
+    Host(Vec<u32>),
 }
 
 /// The constants of a model: first collected, which gives every one its place, then filled.
@@ -61,8 +61,13 @@ impl Constants {
 
     /// Values of the host.
     pub(super) fn host(&mut self, values: Vec<f32>) -> Constant {
-        let at = self.place(values.len());
-        self.pieces.push((at.0, Source::Host(values)));
+        self.words(values.into_iter().map(f32::to_bits).collect())
+    }
+
+    /// Words of the host: tables of where other things lie.
+    pub(super) fn words(&mut self, words: Vec<u32>) -> Constant {
+        let at = self.place(words.len());
+        self.pieces.push((at.0, Source::Host(words)));
         at
     }
 
@@ -87,8 +92,8 @@ impl Constants {
                     let from = image + vector.offset(bundle);
                     kernels.widen(stream, from, vector.dtype(), *offset, memory.address() + to, vector.len())?;
                 }
-                Source::Host(values) => {
-                    let bytes: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
+                Source::Host(words) => {
+                    let bytes: Vec<u8> = words.iter().flat_map(|w| w.to_le_bytes()).collect();
                     memory.write(to, &bytes)?;
                 }
             }

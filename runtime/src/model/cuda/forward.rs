@@ -4,23 +4,19 @@
 //! Axes: T tokens, K in-features, N out-features, D elements of a head.
 
 use super::constants::Constant;
-use super::network::{
-    DeviceExperts, DeviceFeedForward, DeviceLayer, DeviceMlp, DeviceProduct, DeviceProjection, Network,
-};
+use super::network::{DeviceFeedForward, DeviceLayer, DeviceMlp, DeviceProduct, DeviceProjection, Network};
 use super::step::{StepLayout, StepShape};
 use super::workspace::WorkspaceLayout;
 use crate::model::config::{Activation, LayerConfig, ModelConfig};
 use std::sync::Arc;
-use vt_kernels::FloatType;
 use vt_kernels::activation::Gate;
 use vt_kernels::attention::AttentionShape;
 use vt_kernels::cuda::attention::{Attention, AttentionBatch, DecodeWorkspace, ProjectedHeads};
 use vt_kernels::cuda::elementwise::{Columns, ElementwiseKernels, Placing};
-use vt_kernels::cuda::gemm::{
-    DeviceMatrix, EmbeddingKernels, ExpertFusion, ExpertGroups, Gemm, GemmInput, GemmRequest, OutType,
-};
+use vt_kernels::cuda::gemm::{DeviceMatrix, EmbeddingKernels, Gemm, GemmInput, GemmRequest, OutType};
 use vt_kernels::cuda::kv_cache::{CudaKvCache, KvScales};
-use vt_kernels::cuda::moe::{ExpertRows, MoeKernels, RouterRows, Routing, RoutingTables};
+use vt_kernels::cuda::moe::MoeKernels;
+use vt_kernels::cuda::moe_rows::ExpertRowKernels;
 use vt_kernels::cuda::norm::{HeadRows, NormKernels};
 use vt_kernels::cuda::sampling::{Sampling, SamplingRequest};
 use vt_kernels::cuda::{CudaContext, CudaError, CudaStream};
@@ -35,7 +31,7 @@ pub(super) struct Kernels {
     pub attention: Attention,
     pub sampling: Sampling,
     /// Where the model has experts.
-    pub moe: Option<MoeKernels>,
+    pub moe: Option<(MoeKernels, ExpertRowKernels)>,
 }
 
 impl Kernels {
@@ -51,14 +47,17 @@ impl Kernels {
             gemm: Gemm::new(context)?,
             attention: Attention::new(context, config.num_heads, cache)?,
             sampling: Sampling::new(context)?,
-            moe: config.moe.as_ref().map(|_| MoeKernels::new(context)).transpose()?,
+            moe: match config.moe {
+                Some(_) => Some((MoeKernels::new(context)?, ExpertRowKernels::new(context)?)),
+                None => None,
+            },
         })
     }
 }
 
 /// Where a projection's columns go.
 #[derive(Clone, Copy, Debug)]
-enum Target {
+pub(super) enum Target {
     /// bf16 rows.
     Bf16(u64),
     /// f32 rows.
@@ -68,13 +67,13 @@ enum Target {
 }
 
 impl Target {
-    fn address(self) -> u64 {
+    pub(super) fn address(self) -> u64 {
         match self {
             Target::Bf16(address) | Target::F32(address) | Target::AddF32(address) => address,
         }
     }
 
-    fn element(self) -> u64 {
+    pub(super) fn element(self) -> u64 {
         if matches!(self, Target::Bf16(_)) { 2 } else { 4 }
     }
 
@@ -110,7 +109,7 @@ pub(super) struct Pass<'a> {
 }
 
 impl Pass<'_> {
-    fn at(&self, offset: u64) -> u64 {
+    pub(super) fn at(&self, offset: u64) -> u64 {
         self.workspace + offset
     }
 
@@ -119,7 +118,7 @@ impl Pass<'_> {
         self.workspace + self.layout.step + offset
     }
 
-    fn constant(&self, constant: Constant) -> u64 {
+    pub(super) fn constant(&self, constant: Constant) -> u64 {
         constant.address(self.workspace + self.layout.constants)
     }
 
@@ -177,7 +176,7 @@ impl Pass<'_> {
     }
 
     /// Norms of the residual stream into `normed`.
-    fn norm(&self, weight: Constant, rows: Option<u64>, count: usize) -> Result<(), CudaError> {
+    pub(super) fn norm(&self, weight: Constant, rows: Option<u64>, count: usize) -> Result<(), CudaError> {
         let (x, out) = (self.at(self.layout.residual), self.at(self.layout.normed));
         let (width, eps) = (self.config.hidden_size, self.config.rms_norm_eps);
         self.kernels.norm.rms_norm(self.stream, x, rows, count, width, self.constant(weight), eps, out)
@@ -194,7 +193,7 @@ impl Pass<'_> {
         let norm = layer.post_attention_norm.is_none().then_some(layer.feed_forward_norm);
         self.block(layer.post_feed_forward_norm, None, |target| match &layer.feed_forward {
             DeviceFeedForward::Dense(mlp) => self.mlp(mlp, norm, target),
-            DeviceFeedForward::Experts(experts) => self.experts(experts, norm, target),
+            DeviceFeedForward::Experts(experts) => self.experts(index, experts, norm, target),
         })
     }
 
@@ -282,7 +281,7 @@ impl Pass<'_> {
         Ok(())
     }
 
-    fn gate(&self) -> Gate {
+    pub(super) fn gate(&self) -> Gate {
         match self.config.activation {
             Activation::Silu => Gate::Silu,
             Activation::GeluTanh => Gate::GeluTanh,
@@ -317,88 +316,7 @@ impl Pass<'_> {
         self.project(&mlp.down, self.at(self.layout.inner), tokens, target, hidden)
     }
 
-    /// `norm`: of the residual stream, where `normed` does not hold it yet.
-    fn experts(&self, experts: &DeviceExperts, norm: Option<Constant>, target: Target) -> Result<(), CudaError> {
-        let (Some(moe), Some(kernels)) = (&self.config.moe, &self.kernels.moe) else {
-            let what = "a model without a number of experts".to_owned();
-            return Err(CudaError::Unsupported { op: "experts", what });
-        };
-        let (tokens, hidden) = (self.shape.tokens, self.config.hidden_size);
-        let (top_k, count) = (moe.top_k, moe.num_experts);
-        let (normed, scores) = (self.at(self.layout.normed), self.at(self.layout.scores));
-        let routing = Routing { tokens, experts: count, top_k, normalise: moe.normalize_weights };
-        let overflow = || CudaError::Unsupported { op: "expert routing", what: format!("{tokens} tokens") };
-        let tables = RoutingTables::at(self.at(self.layout.routing), tokens, count, top_k).ok_or_else(overflow)?;
-        let (router, stride) = (&experts.router, experts.router.stride);
-        match (norm, experts.plain_router().filter(|matrix| MoeKernels::routes(matrix, hidden))) {
-            (Some(norm), Some(matrix)) => {
-                let rows = RouterRows {
-                    x: self.at(self.layout.residual),
-                    norm: self.constant(norm),
-                    eps: self.config.rms_norm_eps,
-                    width: hidden,
-                    normed,
-                    scores,
-                    stride,
-                };
-                kernels.router(self.stream, &routing, matrix, &rows, &tables)?;
-            }
-            _ => {
-                norm.map_or(Ok(()), |norm| self.norm(norm, None, tokens))?;
-                self.project(router, normed, tokens, Target::F32(scores), stride)?;
-                kernels.route(self.stream, &routing, scores, stride, experts.scores_at, &tables)?;
-            }
-        }
-        let rows = |address: u64, dtype: FloatType, stride: usize| ExpertRows { address, dtype, stride };
-        let pairs = tokens * top_k;
-        let groups = |stride: u64, settled: bool| ExpertGroups {
-            count: count as u32,
-            stride,
-            offsets: tables.offsets,
-            most: tokens as u32,
-            settled,
-        };
-        let (first, inner) = (&experts.first, self.at(self.layout.inner));
-        let (gate_up, down, scratch) = (&first.gate_up, &first.down, self.at(self.layout.gemm));
-        let fused = match first.halves() {
-            true => {
-                // Rows are read where they are, and only act(gate) * up is written.
-                let fusion = ExpertFusion { pairs: Some((tables.pairs, top_k as u32)), gate: Some(self.gate()) };
-                let request = self.request(normed, gate_up.k, pairs, Target::Bf16(inner), down.k);
-                let (matrix, groups) = (&gate_up.products[0].matrix, groups(experts.gate_up_strides[0], false));
-                self.kernels.gemm.launch_fused(self.stream, matrix, &request, &groups, &fusion, scratch)?
-            }
-            false => false,
-        };
-        if !fused {
-            let gathered = rows(self.at(self.layout.gathered), FloatType::Bf16, hidden);
-            let from = rows(normed, FloatType::Bf16, hidden);
-            kernels.gather(self.stream, &routing, from, hidden, &tables, gathered)?;
-            for (product, &stride) in gate_up.products.iter().zip(&experts.gate_up_strides) {
-                let out = self.at(self.layout.projected) + 2 * product.column as u64;
-                let request = self.request(gathered.address, gate_up.k, pairs, Target::Bf16(out), gate_up.stride);
-                let groups = groups(stride, false);
-                self.kernels.gemm.launch_grouped(self.stream, &product.matrix, &request, &groups, scratch)?;
-            }
-            self.gated(first, pairs)?;
-        }
-        let outputs = self.at(self.layout.expert_outputs);
-        let request = self.request(inner, down.k, pairs, Target::F32(outputs), hidden);
-        let (matrix, groups) = (&down.products[0].matrix, groups(experts.down_stride, fused));
-        self.kernels.gemm.launch_grouped(self.stream, matrix, &request, &groups, scratch)?;
-        let accumulate = matches!(target, Target::AddF32(_));
-        kernels.combine(
-            self.stream,
-            &routing,
-            rows(outputs, FloatType::F32, hidden),
-            hidden,
-            &tables,
-            rows(target.address(), FloatType::F32, hidden),
-            accumulate,
-        )
-    }
-
-    fn request(&self, x: u64, k: usize, rows: usize, target: Target, out_stride: usize) -> GemmRequest {
+    pub(super) fn request(&self, x: u64, k: usize, rows: usize, target: Target, out_stride: usize) -> GemmRequest {
         GemmRequest {
             x,
             x_stride: k as u32,
@@ -455,7 +373,7 @@ impl Pass<'_> {
     }
 
     /// A projection of `x` bf16 `[rows, K]` to rows of `target` that are `stride` elements apart.
-    fn project(
+    pub(super) fn project(
         &self,
         projection: &DeviceProjection,
         x: u64,

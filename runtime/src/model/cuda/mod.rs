@@ -1,8 +1,8 @@
 //! The forward pass on a CUDA device.
 //!
-//! - `constants`: vectors as f32; `network`: the graph with addresses instead of names;
+//! - `constants`: vectors as f32; `network`, `experts`: the graph with addresses instead of names;
 //! - `step`, `choose`: what a step sends; `workspace`: where every buffer lies;
-//! - `forward`: the launches of a pass.
+//! - `forward`, `routed`: the launches of a pass; `routing`: which experts it took.
 //!
 //! Weights stay where the load has put them: matrices are addresses in the arena. Everything else is three allocations, made
 //! before the first step: cache, workspace, and page-locked memory for what goes to the device and comes back. Activations
@@ -13,8 +13,11 @@
 
 mod choose;
 mod constants;
+mod experts;
 mod forward;
 mod network;
+mod routed;
+mod routing;
 mod step;
 mod workspace;
 
@@ -57,6 +60,8 @@ pub struct CudaModelOptions {
     pub deterministic: bool,
     /// Steps of generation are recorded and replayed.
     pub graphs: bool,
+    /// Each layer's routing is kept until the next step, for [`CudaModel::routing`].
+    pub keep_routing: bool,
 }
 
 /// Bytes of the workspace of a model, before there is a device: exact but for the room of products, for which it has a bound.
@@ -71,7 +76,7 @@ pub fn cuda_workspace_bytes(
 ) -> Result<Option<u64>, LoadError> {
     let graph = Graph::resolve(config, bundle)?;
     let (_, constants) = Builder::new(config, bundle, 0).build(&graph, None)?;
-    Ok(WorkspaceLayout::new(config, &graph, limits, constants.bytes(), GEMM_BYTES).map(|layout| layout.bytes))
+    Ok(WorkspaceLayout::new(config, &graph, limits, constants.bytes(), GEMM_BYTES, false).map(|layout| layout.bytes))
 }
 
 /// A model that computes on a CUDA device, straight from the image of a loaded bundle.
@@ -157,7 +162,14 @@ impl CudaModel {
             let gemm = network.matrices().map(|matrix| kernels.gemm.workspace_bytes(matrix, rows as u32)).max();
             let overflow = CudaError::OutOfMemory { what: "workspace", bytes: u64::MAX };
             let decode = DecodeWorkspace::new(limits.sequences, limits.context, config.num_heads, &shape);
-            let layout = WorkspaceLayout::new(&config, &graph, &limits, constants.bytes(), gemm.unwrap_or(0));
+            let layout = WorkspaceLayout::new(
+                &config,
+                &graph,
+                &limits,
+                constants.bytes(),
+                gemm.unwrap_or(0),
+                options.keep_routing,
+            );
             let (Some(decode), Some(layout)) = (decode, layout) else { return Err(overflow) };
             let workspace = DeviceMemory::new(context, layout.bytes, "workspace")?;
             // Zero is what kernels want of their counters, and a number for the rows that fill up a recorded batch.

@@ -3,10 +3,11 @@
 //! Axes: N out-features, K in-features.
 
 use super::constants::{Constant, Constants};
+use super::experts::DeviceExperts;
 use crate::load::LoadError;
 use crate::model::config::ModelConfig;
 use crate::model::graph::{
-    Experts, FeedForward, GatedMlp, Graph, Layer, MatrixRef, MatrixStorage, Projection, ProjectionOutput, VectorRef,
+    FeedForward, GatedMlp, Graph, Layer, MatrixRef, MatrixStorage, Projection, ProjectionOutput, VectorRef,
 };
 use std::sync::Arc;
 use vt_bundle::Bundle;
@@ -27,22 +28,28 @@ pub(super) struct Network {
 impl Network {
     /// Every matrix of a product.
     pub(super) fn matrices(&self) -> impl Iterator<Item = &DeviceMatrix> {
+        let experts = self.layers.iter().filter_map(|layer| match &layer.feed_forward {
+            DeviceFeedForward::Dense(_) => None,
+            DeviceFeedForward::Experts(experts) => Some(experts.matrices()),
+        });
         let layers = self.layers.iter().flat_map(DeviceLayer::projections).chain([&self.head]);
-        layers.flat_map(|projection| {
+        let others = layers.flat_map(|projection| {
             let branches = projection.placed.iter().flatten().filter_map(|o| o.low_rank.as_ref());
             let branches = branches.flat_map(|branch| [&branch.down, &branch.up]);
             projection.products.iter().map(|p| &p.matrix).chain(branches)
-        })
+        });
+        others.chain(experts.flatten())
     }
 }
 
 impl DeviceLayer {
+    /// All but those of experts.
     fn projections(&self) -> impl Iterator<Item = &DeviceProjection> {
-        let (router, mlp) = match &self.feed_forward {
-            DeviceFeedForward::Dense(mlp) => (None, mlp),
-            DeviceFeedForward::Experts(experts) => (Some(&experts.router), &experts.first),
+        let feed_forward = match &self.feed_forward {
+            DeviceFeedForward::Dense(mlp) => [Some(&mlp.gate_up), Some(&mlp.down)],
+            DeviceFeedForward::Experts(experts) => [Some(&experts.router), None],
         };
-        [&self.qkv, &self.output, &mlp.gate_up, &mlp.down].into_iter().chain(router)
+        [&self.qkv, &self.output].into_iter().chain(feed_forward.into_iter().flatten())
     }
 }
 
@@ -82,38 +89,6 @@ pub(super) struct DeviceMlp {
     /// First columns of gate and up.
     pub columns: [usize; 2],
     pub down: DeviceProjection,
-}
-
-impl DeviceMlp {
-    /// Whether gate and up are the halves of one product, without padding of their own.
-    pub(super) fn halves(&self) -> bool {
-        self.gate_up.products.len() == 1 && self.columns == [0, self.down.k] && self.gate_up.stride == 2 * self.down.k
-    }
-}
-
-/// Experts whose matrices of one kind lie a fixed distance apart.
-#[derive(Debug)]
-pub(super) struct DeviceExperts {
-    pub router: DeviceProjection,
-    /// Column of the first expert's score.
-    pub scores_at: usize,
-    /// The first expert's network.
-    pub first: DeviceMlp,
-    /// Bytes from an expert's planes to the next one's, of each product of gate and up, and of down.
-    pub gate_up_strides: Vec<u64>,
-    pub down_stride: u64,
-}
-
-impl DeviceExperts {
-    /// The router's matrix, where its product is all there is to the scores.
-    pub(super) fn plain_router(&self) -> Option<&DeviceMatrix> {
-        match (self.router.products.as_slice(), &self.router.placed) {
-            ([only], None) if only.input_scale.is_none() && only.bias.is_none() && self.scores_at == 0 => {
-                Some(&only.matrix)
-            }
-            _ => None,
-        }
-    }
 }
 
 /// Several logical projections of one input; see [`Projection`].
@@ -185,9 +160,9 @@ fn first_column(projection: &Projection, product: usize) -> Option<usize> {
 /// Builds the network: a place of every matrix in the image at `image`, and the constants that are wanted.
 pub(super) struct Builder<'a> {
     config: &'a ModelConfig,
-    bundle: &'a Bundle,
-    image: u64,
-    constants: Constants,
+    pub(super) bundle: &'a Bundle,
+    pub(super) image: u64,
+    pub(super) constants: Constants,
 }
 
 impl<'a> Builder<'a> {
@@ -254,52 +229,7 @@ impl<'a> Builder<'a> {
         })
     }
 
-    fn experts(&mut self, experts: &Experts) -> Result<DeviceExperts, LoadError> {
-        let stride = |projection: fn(&GatedMlp) -> &Projection, product: usize| {
-            let matrices: Vec<_> = experts.experts.iter().map(|mlp| projection(mlp).products.get(product)).collect();
-            self.expert_stride(&matrices.iter().map(|p| p.map(|p| &p.matrix)).collect::<Vec<_>>())
-        };
-        let first = &experts.experts[0];
-        let gate_up_strides =
-            (0..first.gate_up.products.len()).map(|p| stride(|mlp| &mlp.gate_up, p)).collect::<Result<Vec<_>, _>>()?;
-        let down_stride = stride(|mlp| &mlp.down, 0)?;
-        let direct = |mlp: &GatedMlp| {
-            let plain = |p: &Projection| is_direct(p) && p.products.iter().all(|p| p.input_scale.is_none());
-            plain(&mlp.gate_up) && plain(&mlp.down) && mlp.down.products.len() == 1
-        };
-        let biased = |mlp: &GatedMlp| mlp.gate_up.outputs.iter().chain(&mlp.down.outputs).any(|o| o.bias.is_some());
-        if experts.experts.iter().any(|mlp| !direct(mlp) || biased(mlp)) {
-            let what = "experts with input scales, factors, biases or low-rank branches of their own";
-            return Err(self.unsupported(what));
-        }
-        Ok(DeviceExperts {
-            router: self.projection(&experts.router)?,
-            scores_at: experts.router.outputs[0].column,
-            first: self.mlp(first)?,
-            gate_up_strides,
-            down_stride,
-        })
-    }
-
-    /// Bytes between the planes of one expert and the next, if that is the same for all planes and experts.
-    fn expert_stride(&self, matrices: &[Option<&MatrixRef>]) -> Result<u64, LoadError> {
-        let planes: Option<Vec<Vec<u64>>> = matrices.iter().map(|m| m.map(|m| m.plane_offsets(self.bundle))).collect();
-        let tensors: Vec<_> = matrices.iter().map(|m| m.map(|m| m.place().0)).collect();
-        let planes = planes.filter(|_| tensors.iter().all(|t| *t == tensors[0]));
-        let Some(planes) = planes else {
-            return Err(self.unsupported("experts that are not stacked in one tensor"));
-        };
-        let [first, second, ..] = planes.as_slice() else { return Ok(0) };
-        let stride = second[0].checked_sub(first[0]);
-        let regular = stride.filter(|stride| {
-            let expected = |e: usize, p: usize| first[p].checked_add(stride.checked_mul(e as u64)?);
-            let mut all = planes.iter().enumerate().flat_map(|(e, list)| (0..list.len()).map(move |p| (e, p, list[p])));
-            all.all(|(e, p, at)| expected(e, p) == Some(at))
-        });
-        regular.ok_or_else(|| self.unsupported("experts at irregular distances (some are stored in another encoding)"))
-    }
-
-    fn unsupported(&self, what: &str) -> LoadError {
+    pub(super) fn unsupported(&self, what: &str) -> LoadError {
         LoadError::Device {
             device: "cuda".to_owned(),
             reason: format!(
@@ -309,7 +239,7 @@ impl<'a> Builder<'a> {
         }
     }
 
-    fn projection(&mut self, projection: &Projection) -> Result<DeviceProjection, LoadError> {
+    pub(super) fn projection(&mut self, projection: &Projection) -> Result<DeviceProjection, LoadError> {
         let direct = is_direct(projection);
         let mut products = Vec::with_capacity(projection.products.len());
         for (index, product) in projection.products.iter().enumerate() {
@@ -354,7 +284,7 @@ impl<'a> Builder<'a> {
         })
     }
 
-    fn matrix(&self, matrix: &MatrixRef) -> Result<DeviceMatrix, LoadError> {
+    pub(super) fn matrix(&self, matrix: &MatrixRef) -> Result<DeviceMatrix, LoadError> {
         let plane = |offset: u64, bytes: u64| DevicePlane { address: self.image + offset, bytes };
         let planes: Vec<DevicePlane> = matrix
             .plane_offsets(self.bundle)

@@ -123,6 +123,19 @@ impl Words<'_> {
     }
 }
 
+/// First row of each sequence of a batch.
+pub(super) fn sequence_rows(batch: &[SequenceStep<'_>], runs_only: bool) -> Vec<usize> {
+    let mut rows = vec![0; batch.len()];
+    let mut row = 0;
+    for decode in [true, false] {
+        for (index, step) in batch.iter().enumerate().filter(|(_, s)| is_decode(s, runs_only) == decode) {
+            rows[index] = row;
+            row += step.tokens.len();
+        }
+    }
+    rows
+}
+
 /// Writes a batch into `bytes`, laid out as `layout` for `shape`; rows of the shape beyond the batch are padding.
 pub(super) fn fill(
     batch: &[SequenceStep<'_>],
@@ -133,11 +146,10 @@ pub(super) fn fill(
 ) {
     let mut words = Words(bytes.as_chunks_mut::<4>().0);
     let at = |offset: u64, index: usize| (offset / 4) as usize + index;
-    let mut sequence_rows = vec![0; batch.len()];
+    let sequence_rows = sequence_rows(batch, runs_only);
     let (mut row, mut decoding, mut runs) = (0, 0, 0);
     for decode in [true, false] {
-        for (index, step) in batch.iter().enumerate().filter(|(_, s)| is_decode(s, runs_only) == decode) {
-            sequence_rows[index] = row;
+        for step in batch.iter().filter(|s| is_decode(s, runs_only) == decode) {
             let end = step.start_pos + step.tokens.len();
             let table = if decode {
                 words.set(at(layout.decode_rows, decoding), row);

@@ -3,11 +3,12 @@
 //! Axes: T tokens of a step, B sequences, K in-features, R rows of logits.
 
 use super::choose::EXTRA_BYTES;
+use super::experts::ExpertColumns;
 use super::network::is_direct;
 use super::step::StepLayout;
 use crate::engine::model::BLOCK_LEN;
 use crate::model::config::ModelConfig;
-use crate::model::graph::{Experts, FeedForward, GatedMlp, Graph, Projection};
+use crate::model::graph::{Experts, FeedForward, Graph, Projection};
 use vt_kernels::cuda::attention::DecodeWorkspace;
 use vt_kernels::cuda::moe::RoutingTables;
 use vt_kernels::cuda::sampling::{Sampling, SamplingResult};
@@ -46,6 +47,7 @@ struct Widths {
     placed: usize,
     rank: usize,
     scores: usize,
+    outputs: usize,
 }
 
 impl Widths {
@@ -57,11 +59,21 @@ impl Widths {
             widths.projected = widths.projected.max(layer.attention.qkv.stride);
             widths.inner = widths.inner.max(layer.attention.output.k);
             match &layer.feed_forward {
-                FeedForward::Dense(mlp) => widths.add_mlp(mlp, 1),
+                FeedForward::Dense(mlp) => {
+                    widths.add(&mlp.gate_up);
+                    widths.add(&mlp.down);
+                    widths.projected = widths.projected.max(mlp.gate_up.stride);
+                    widths.inner = widths.inner.max(mlp.down.k);
+                }
                 FeedForward::Experts(Experts { router, experts }) => {
                     widths.add(router);
                     widths.scores = widths.scores.max(router.stride);
-                    experts.iter().for_each(|mlp| widths.add_mlp(mlp, top_k));
+                    for mlp in experts {
+                        let [projected, outputs] = [&mlp.gate_up, &mlp.down].map(|p| widths.add_expert(p, top_k));
+                        widths.projected = widths.projected.max(projected * top_k);
+                        widths.outputs = widths.outputs.max(outputs);
+                        widths.inner = widths.inner.max(mlp.down.k * top_k);
+                    }
                 }
             }
         }
@@ -69,11 +81,18 @@ impl Widths {
         widths
     }
 
-    fn add_mlp(&mut self, mlp: &GatedMlp, rows: usize) {
-        self.add(&mlp.gate_up);
-        self.add(&mlp.down);
-        self.projected = self.projected.max(mlp.gate_up.stride * rows);
-        self.inner = self.inner.max(mlp.down.k * rows);
+    /// Of a projection of an expert, which has a row for each of a token's `top_k` experts; gives the columns of its output.
+    fn add_expert(&mut self, projection: &Projection, top_k: usize) -> usize {
+        let columns = ExpertColumns::of(projection);
+        for (index, product) in projection.products.iter().enumerate() {
+            if columns.direct(projection, index).is_none() {
+                self.product = self.product.max(product.stride * top_k);
+            }
+        }
+        for branch in projection.outputs.iter().filter_map(|o| o.low_rank.as_ref()) {
+            self.rank = self.rank.max(rank_stride(branch.down_stride) * top_k);
+        }
+        columns.stride
     }
 
     fn add(&mut self, projection: &Projection) {
@@ -87,9 +106,14 @@ impl Widths {
         self.product = self.product.max(product);
         for (output, branch) in projection.outputs.iter().filter_map(|o| Some((o, o.low_rank.as_ref()?))) {
             self.placed = self.placed.max(output.rows);
-            self.rank = self.rank.max(branch.down_stride.next_multiple_of(8));
+            self.rank = self.rank.max(rank_stride(branch.down_stride));
         }
     }
+}
+
+/// Elements from row to row of what lies between the matrices of a low-rank branch.
+pub(super) fn rank_stride(rank: usize) -> usize {
+    rank.next_multiple_of(8)
 }
 
 /// The most bytes that a step sends.
@@ -124,13 +148,15 @@ pub(super) struct WorkspaceLayout {
     pub placed: u64,
     /// bf16 `[T, rank]`.
     pub low_rank: u64,
-    /// f32 `[T, experts]`.
-    pub scores: u64,
-    /// Tables of the routing.
-    pub routing: u64,
+    /// f32 `[T, experts]` and the tables of the routing; see [`WorkspaceLayout::routing`].
+    routing: u64,
+    /// Bytes from a layer's to the next layer's: none where layers use the same memory.
+    routing_distance: u64,
+    /// Bytes of the scores.
+    scores: u64,
     /// bf16 `[T * top_k, hidden]`.
     pub gathered: u64,
-    /// f32 `[T * top_k, hidden]`.
+    /// f32 `[T * top_k, stride]`, stride that of the experts' down projections.
     pub expert_outputs: u64,
     /// f32 `[R, stride of the head]`.
     pub logits: u64,
@@ -148,6 +174,10 @@ pub(super) struct WorkspaceLayout {
     pub bytes: u64,
 }
 
+fn aligned(bytes: u64) -> Option<u64> {
+    bytes.checked_next_multiple_of(ALIGN)
+}
+
 /// Places buffers one after the other.
 struct Places(u64);
 
@@ -155,7 +185,7 @@ impl Places {
     /// `None` on overflow.
     fn bytes(&mut self, bytes: u64) -> Option<u64> {
         let at = self.0;
-        self.0 = at.checked_add(bytes)?.checked_next_multiple_of(ALIGN)?;
+        self.0 = aligned(at.checked_add(bytes)?)?;
         Some(at)
     }
 
@@ -165,13 +195,15 @@ impl Places {
 }
 
 impl WorkspaceLayout {
-    /// Buffers for steps within `limits`, `constants` bytes of vectors and `gemm` bytes for products; `None` on overflow.
+    /// Buffers for steps within `limits`, `constants` bytes of vectors and `gemm` bytes for products; `None` on overflow. With
+    /// `keep_routing`, every layer has memory of its own for its routing.
     pub(super) fn new(
         config: &ModelConfig,
         graph: &Graph,
         limits: &StepLimits,
         constants: u64,
         gemm: u64,
+        keep_routing: bool,
     ) -> Option<Self> {
         const F32: u64 = 4;
         const BF16: u64 = 2;
@@ -186,6 +218,10 @@ impl WorkspaceLayout {
             blocks: limits.table_stride(),
         };
         let attention = DecodeWorkspace::new(limits.sequences, limits.context, config.num_heads, &shape)?;
+        let scores = aligned((tokens as u64).checked_mul(widths.scores as u64)?.checked_mul(F32)?)?;
+        let tables = if top_k > 0 { RoutingTables::bytes(tokens, experts, top_k)? } else { 0 };
+        let routing = aligned(scores.checked_add(tables)?)?;
+        let routings = if keep_routing { graph.layers.len() as u64 } else { 1 };
         let mut places = Places(0);
         let p = &mut places;
         let mut layout = Self {
@@ -201,10 +237,11 @@ impl WorkspaceLayout {
             product: p.rows(tokens, widths.product, F32)?,
             placed: p.rows(tokens, widths.placed, F32)?,
             low_rank: p.rows(tokens, widths.rank, BF16)?,
-            scores: p.rows(tokens, widths.scores, F32)?,
-            routing: p.bytes(if top_k > 0 { RoutingTables::bytes(tokens, experts, top_k)? } else { 0 })?,
+            routing: p.bytes(routing.checked_mul(routings)?)?,
+            routing_distance: if keep_routing { routing } else { 0 },
+            scores,
             gathered: p.rows(tokens.checked_mul(top_k)?, hidden, BF16)?,
-            expert_outputs: p.rows(tokens.checked_mul(top_k)?, hidden, F32)?,
+            expert_outputs: p.rows(tokens.checked_mul(top_k)?, widths.outputs, F32)?,
             logits: p.rows(logit_rows, graph.head.stride, F32)?,
             logit_rows,
             chosen: p.rows(limits.sequences, SamplingResult::BYTES, 1)?,
@@ -218,5 +255,11 @@ impl WorkspaceLayout {
         }
         layout.bytes = places.0;
         Some(layout)
+    }
+
+    /// Offsets of a layer's scores, f32 `[T, stride of the router]`, and of the tables of its routing.
+    pub(super) fn routing(&self, layer: usize) -> (u64, u64) {
+        let at = self.routing + self.routing_distance * layer as u64;
+        (at, at + self.scores)
     }
 }

@@ -199,8 +199,7 @@ impl<'a> Resolver<'a> {
                 None => None,
             };
             let bias = bias.then(|| self.vector(&format!("{module}.bias"), *rows)).transpose()?;
-            let scale_name = format!("{module}.scale");
-            let scale = self.find(&scale_name).is_some().then(|| self.vector(&scale_name, 1)).transpose()?;
+            let scale = self.factor(module)?;
             let same = |p: &Product| p.matrix == matrix && p.input_scale == input_scale;
             let product = products.iter().position(same).unwrap_or(products.len());
             if product == products.len() {
@@ -224,6 +223,31 @@ impl<'a> Resolver<'a> {
             outputs.iter_mut().for_each(|o| o.column = o.product_column);
         }
         Ok(Projection { products, outputs, k, stride, direct, paired: false })
+    }
+
+    /// The number that multiplies a projection's columns, where there is one: a tensor beside the matrix, or an element of the
+    /// vector beside a stack of experts, of gate and up together where the file stacks them so.
+    fn factor(&mut self, module: &str) -> Result<Option<VectorRef>, GraphError> {
+        let own = format!("{module}.scale");
+        if self.has(&own) {
+            return self.vector(&own, 1).map(Some);
+        }
+        let Some((path, rest)) = module.split_once(".experts.") else { return Ok(None) };
+        let Some((Ok(expert), tail)) = rest.split_once('.').map(|(index, tail)| (index.parse::<usize>(), tail)) else {
+            return Ok(None);
+        };
+        let both = matches!(tail, "gate_proj" | "up_proj").then_some("gate_up_proj");
+        let names = [Some(tail), both].into_iter().flatten().map(|tail| format!("{path}.experts.{tail}.scale"));
+        let Some(name) = names.into_iter().find(|name| self.has(name)) else { return Ok(None) };
+        let found = self.need(&name)?;
+        let count = found.part.rows;
+        if found.tensor.shape.len() > 1 || (count != 1 && expert as u64 >= count) {
+            let shape = found.tensor.shape.clone();
+            return Err(GraphError::Shape { name, found: shape, expected: vec![expert as u64 + 1] });
+        }
+        let element = if count == 1 { 0 } else { expert };
+        let first = found.part.row_start as usize + element;
+        VectorRef::new(found.index, found.expert, found.tensor, first, 1).map(Some)
     }
 
     fn low_rank(&mut self, down: &str, up: &str, rows: usize, k: usize) -> Result<LowRankRef, GraphError> {
