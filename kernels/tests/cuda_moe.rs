@@ -8,8 +8,10 @@ use common::Random;
 use common::device::{Device, POISON, rounded, small};
 use half::bf16;
 use vt_kernels::cuda::DeviceMemory;
+use vt_kernels::cuda::elementwise::Columns;
 use vt_kernels::cuda::gemm::DeviceMatrix;
 use vt_kernels::cuda::moe::{ExpertRows, MoeKernels, RouterRows, Routing, RoutingTables};
+use vt_kernels::cuda::moe_rows::{ExpertRowKernels, ExpertVector, RoutedRows};
 use vt_kernels::softmax::softmax;
 use vt_kernels::{Context, FloatType, RowsWeight, Weight};
 
@@ -273,6 +275,114 @@ fn a_router_norms_scores_and_chooses_in_one_go() {
                 alone.clone_from(&first);
             }
             assert_eq!(alone, first, "{what}: the first token's scores, alone and in company");
+        }
+    }
+}
+
+/// Vectors `[len]` of experts in device memory, of all types and some missing: the table, and the values.
+struct Vectors {
+    table: DeviceMemory,
+    values: Vec<Option<Vec<f32>>>,
+    _memories: Vec<DeviceMemory>,
+}
+
+impl Vectors {
+    fn new(device: &Device, random: &mut Random, experts: usize, len: usize) -> Self {
+        let (mut words, mut values, mut memories) = (Vec::new(), Vec::new(), Vec::new());
+        for expert in 0..experts {
+            if expert % 5 == 3 {
+                words.extend(ExpertVector::entry(None));
+                values.push(None);
+                continue;
+            }
+            let dtype = [FloatType::F32, FloatType::Bf16, FloatType::F16][expert % 3];
+            let elements: Vec<(Vec<u8>, f32)> =
+                random.activations(len).into_iter().map(|value| stored(dtype, value)).collect();
+            let memory = device.bytes(&elements.iter().flat_map(|e| e.0.clone()).collect::<Vec<_>>());
+            words.extend(ExpertVector::entry(Some(ExpertVector { address: memory.address(), dtype })));
+            values.push(Some(elements.iter().map(|e| e.1).collect()));
+            memories.push(memory);
+        }
+        Self { table: device.words(&words), values, _memories: memories }
+    }
+
+    fn of(&self, expert: usize, i: usize) -> Option<f32> {
+        self.values[expert].as_ref().map(|values| values[i])
+    }
+}
+
+#[test]
+fn inputs_and_results_of_experts_get_what_is_theirs() {
+    let Some(device) = Device::open() else { return };
+    let mut random = Random(23);
+    let (kernels, rows) = (MoeKernels::new(&device.context).unwrap(), ExpertRowKernels::new(&device.context).unwrap());
+    for routing in routings() {
+        let Routing { tokens, experts, top_k, .. } = routing;
+        let logits = random.activations(tokens * experts);
+        let tables = route(&device, &kernels, &routing, &logits, experts, 0);
+        let pairs = tokens * top_k;
+        let width = 1 + random.below(700);
+        let own = (experts / 3) as u32..(experts - experts / 4) as u32;
+        let routed = RoutedRows { rows: pairs, tables: &tables.places, experts: own.clone() };
+        let expert_of = |row: usize| tables.experts[tables.pairs[row] as usize] as usize;
+        let vectors = Vectors::new(&device, &mut random, experts, width);
+        let factors = Vectors::new(&device, &mut random, experts, 1);
+
+        let x = rounded(random.activations(pairs * (width + 8)));
+        for (top, table) in [(Some(top_k), true), (Some(top_k), false), (None, true)] {
+            let what = format!("{routing:?}, width {width}, {top:?}, {table}");
+            let (memory, out) = (device.halves(&x), device.poisoned(pairs * (width + 3) * 2));
+            let [from, to] = [(&memory, width + 8), (&out, width + 3)].map(|(memory, stride)| Columns {
+                address: memory.address(),
+                stride,
+                at: 0,
+            });
+            let table = table.then_some(vectors.table.address());
+            rows.inputs(&device.stream, &routed, from, top, table, width, to).unwrap();
+            for (row, found) in device.read_halves(&out).chunks_exact(width + 3).enumerate() {
+                let expert = expert_of(row);
+                if !own.contains(&(expert as u32)) {
+                    assert!(found.iter().all(|v| v.is_nan()), "{what}: row {row} of expert {expert}");
+                    continue;
+                }
+                let source = top.map_or(row, |top_k| tables.pairs[row] as usize / top_k);
+                for (i, found) in found[..width].iter().enumerate() {
+                    let by = table.and_then(|_| vectors.of(expert, i)).unwrap_or(1.0);
+                    let expected = bf16::from_f32(x[source * (width + 8) + i] * by).to_f32();
+                    assert_eq!(*found, expected, "{what}: row {row}, {i}");
+                }
+                assert!(found[width..].iter().all(|v| v.is_nan()), "{what}: beside row {row}");
+            }
+        }
+
+        let y = random.activations(pairs * (width + 8));
+        for (dtype, factored, biased) in
+            [(FloatType::F32, true, true), (FloatType::Bf16, true, false), (FloatType::F32, false, true)]
+        {
+            let what = format!("{routing:?}, width {width}, {dtype:?}, {factored}, {biased}");
+            let (memory, out) = (device.floats(&y), device.poisoned(pairs * (width + 3) * dtype.bytes()));
+            let from = Columns { address: memory.address(), stride: width + 8, at: 2 };
+            let to = Columns { address: out.address(), stride: width + 3, at: 1 };
+            let factor = factored.then_some(factors.table.address());
+            let bias = biased.then_some(vectors.table.address());
+            rows.results(&device.stream, &routed, from, factor, bias, width, to, dtype).unwrap();
+            let found = if dtype == FloatType::F32 { device.read_floats(&out) } else { device.read_halves(&out) };
+            for (row, found) in found.chunks_exact(width + 3).enumerate() {
+                let expert = expert_of(row);
+                if !own.contains(&(expert as u32)) {
+                    assert!(found.iter().all(|v| v.is_nan()), "{what}: row {row} of expert {expert}");
+                    continue;
+                }
+                let by = factor.and_then(|_| factors.of(expert, 0)).unwrap_or(1.0);
+                for i in 0..width {
+                    let value = f64::from(y[row * (width + 8) + 2 + i]) * f64::from(by);
+                    let add = bias.and_then(|_| vectors.of(expert, i)).map_or(0.0, f64::from);
+                    let limit = (value.abs() + add.abs()) * if dtype == FloatType::F32 { 2e-7 } else { 4e-3 } + 1e-30;
+                    let got = f64::from(found[1 + i]);
+                    assert!((got - value - add).abs() <= limit, "{what}: row {row}, {i}: {got} for {}", value + add);
+                }
+                assert!(found[0].is_nan() && found[width + 1..].iter().all(|v| v.is_nan()), "{what}: beside row {row}");
+            }
         }
     }
 }

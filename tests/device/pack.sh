@@ -28,6 +28,15 @@ for source in "$checkpoints"/modelopt/*/*/config.json "$checkpoints"/gguf/tiny/*
     "$convert" "$source" "$out/bundles/$name" --quiet 2>"$out/refused.log" || echo "not packed: $name: $(tail -1 "$out/refused.log")"
 done
 rm -f "$out/refused.log"
+# Experts with more than a matrix each, or stored in different ways.
+made=$(mktemp -d)
+trap 'rm -rf "$made"' EXIT
+python3 fixtures/make_experts.py "$made"
+for source in "$made"/*; do
+    name=$(basename "$source" .gguf)
+    case $name in *-plain) continue ;; esac
+    "$convert" "$source" "$out/bundles/$name" --quiet
+done
 
 if [ ${#real[@]} = 0 ]; then
     for model in SmolLM2-135M-Instruct.Q4_1 gemma-3-270m-q4_k_m; do

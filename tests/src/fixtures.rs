@@ -18,6 +18,16 @@ pub fn make_tiny(dir: &Path, names: &[&str]) {
     assert!(status.expect("python3 is installed").success(), "make_tiny.py failed");
 }
 
+/// Makes the tiny mixtures of experts of those names (`qwen3_moe-awq` and so on), and their plain twins, in `dir`.
+///
+/// # Panics
+/// If python3 is not there or the program fails.
+pub fn make_experts(dir: &Path, names: &[&str]) {
+    let program = repository().join("fixtures/make_experts.py");
+    let status = Command::new("python3").arg(program).arg(dir).args(names).status();
+    assert!(status.expect("python3 is installed").success(), "make_experts.py failed");
+}
+
 /// The folder of real exports outside the repository; says so where it is not there.
 pub fn shared(what: &str) -> Option<PathBuf> {
     let path = repository().join("../shared").join(what);

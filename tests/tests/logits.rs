@@ -9,7 +9,7 @@
 use std::path::{Path, PathBuf};
 
 use serde_json::Value;
-use vt_tests::fixtures::{make_tiny, shared, smollm2};
+use vt_tests::fixtures::{make_experts, make_tiny, shared, smollm2};
 use vt_tests::process::run;
 
 /// Largest difference of a logit with f32 activations.
@@ -360,4 +360,44 @@ fn deterministic_logits_do_not_depend_on_the_steps() {
     let quick = last_row(&["--logits-rows", "last"]);
     assert!(last_row(&["--max-num-batched-tokens", "1", "--threads", "1", "--logits-rows", "last"]) == quick);
     assert!(last_row(&["--logits-rows", "all"]) != quick, "the flag makes no difference to this model");
+}
+
+/// Largest difference of a logit from a checkpoint with the same values, stored as F32.
+const TWIN_LIMIT: f64 = 2e-5;
+
+/// Experts with input scales, low-rank branches and factors, and experts that differ from each other, say what a checkpoint
+/// says in which all of that has been multiplied out.
+#[test]
+fn experts_say_what_their_plain_twins_say() {
+    let dir = tempfile::tempdir().unwrap();
+    let pairs = [
+        ("qwen3_moe-awq", "qwen3_moe-awq-plain"),
+        ("mixtral-svdquant", "mixtral-svdquant-plain"),
+        ("qwen3_moe-mixed", "qwen3_moe-mixed-plain"),
+        ("qwen3moe-scaled.gguf", "qwen3moe-scaled-plain.gguf"),
+    ];
+    make_experts(dir.path(), &pairs.map(|(name, _)| name));
+    let ids = [5, 17, 33, 60, 99, 121, 7, 250, 12, 88];
+    for (name, plain) in pairs {
+        let logits = |name: &str| convert(&dir.path().join(name)).logits(&ids, "f32", "all");
+        let difference = largest_difference(&logits(plain), &logits(name));
+        eprintln!("{name}: largest difference from its plain twin {difference:.7}");
+        assert!(difference <= TWIN_LIMIT, "{name}: a logit differs by {difference}");
+    }
+}
+
+/// Mixtures of experts that are stacked in encodings of llama.cpp: 8-bit activations say what f32 ones say.
+#[test]
+fn experts_of_ggml_types() {
+    let dir = tempfile::tempdir().unwrap();
+    let names = ["mixtral-K_M.gguf", "qwen3moe-raw.gguf"];
+    make_experts(dir.path(), &names);
+    let ids = [5, 17, 33, 60, 99, 121, 7, 250, 12, 88];
+    for name in names {
+        let converted = convert(&dir.path().join(name));
+        let [exact, quantised] = ["f32", "int8"].map(|activations| converted.logits(&ids, activations, "last"));
+        let divergence = kl(&exact[0], &quantised[0]);
+        eprintln!("{name}: KL {divergence:.6}");
+        assert!(divergence <= KL_LIMIT, "{name}: KL {divergence}");
+    }
 }

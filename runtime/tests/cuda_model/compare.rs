@@ -1,14 +1,15 @@
 //! How far logits may be from the CPU's.
 
+use crate::routing::{check_routing, given};
+use vt_bundle::mmap::ContiguousMap;
+use vt_run::model::{CpuModel, StepRouting};
+
 /// Largest difference of a logit from the CPU's, as a share of the largest logit of the model's answers.
 const LOGIT_SHARE: f32 = 0.03;
 /// Largest KL divergence at a position, in nats.
 const KL_LIMIT: f64 = 0.01;
 /// Mean KL divergence with keys and values in FP8, which keeps three bits of their mantissa.
 const KL_LIMIT_FP8: f64 = 0.05;
-/// Share of positions that may differ by more in a mixture of experts: where two experts are almost equally likely, rounding
-/// chooses between them.
-const ROUTED_SHARE: f64 = 0.1;
 
 fn log_softmax(row: &[f32]) -> Vec<f64> {
     let max = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
@@ -50,21 +51,38 @@ pub fn choice(row: &[f32]) -> (u32, f32) {
     (first.0, first.1 - second)
 }
 
-/// A text and the CPU's logits at each of its positions.
+/// What a device says at each position of a text.
+pub struct Followed {
+    pub rows: Vec<Vec<f32>>,
+    /// The experts that it took; without layers where the model has none.
+    pub routing: StepRouting,
+}
+
+/// A text, the CPU that it is compared on, and the CPU's own logits at each of its positions.
 pub struct Compared {
     pub text: Vec<u32>,
-    pub expected: Vec<Vec<f32>>,
-    /// The model has experts.
-    pub routed: bool,
+    pub own: Vec<Vec<f32>>,
+    pub cpu: CpuModel<ContiguousMap>,
 }
 
 impl Compared {
+    /// The CPU's logits with the experts that the device took.
+    fn expected(&mut self, what: &str, found: &Followed) -> Vec<Vec<f32>> {
+        if found.routing.layers.is_empty() {
+            return self.own.clone();
+        }
+        let (rows, own) = given(&mut self.cpu, &self.text, &found.routing);
+        check_routing(what, &found.routing, &own);
+        rows
+    }
+
     /// Asserts that logits are the CPU's; gives their largest difference.
-    pub fn check(&self, what: &str, found: &[Vec<f32>]) -> f32 {
-        let largest = largest(&self.expected);
+    pub fn check(&mut self, what: &str, found: &Followed) -> f32 {
+        let expected = self.expected(what, found);
+        let largest = largest(&expected);
         let (mut beyond, mut worst, mut worst_kl) = (0, 0.0f32, 0.0f64);
         let mut turned = 0;
-        for (position, (expected, found)) in self.expected.iter().zip(found).enumerate() {
+        for (position, (expected, found)) in expected.iter().zip(&found.rows).enumerate() {
             let (difference, divergence) = (row_difference(expected, found), kl(expected, found));
             (worst, worst_kl) = (worst.max(difference), worst_kl.max(divergence));
             if difference > LOGIT_SHARE * largest || divergence > KL_LIMIT {
@@ -77,15 +95,18 @@ impl Compared {
             "{what}: largest difference {worst:.4} of logits up to {largest:.2}, KL up to {worst_kl:.6}, \
              {beyond} positions beyond, {turned} other choices"
         );
-        let allowed = if self.routed { (ROUTED_SHARE * found.len() as f64) as usize } else { 0 };
-        assert!(beyond <= allowed, "{what}: {beyond} positions differ by more than rounding");
+        assert!(beyond == 0, "{what}: {beyond} positions differ by more than rounding");
         worst
     }
 
     /// With keys and values in FP8.
-    pub fn check_narrow(&self, what: &str, found: &[Vec<f32>]) {
-        let sum: f64 = self.expected.iter().zip(found).map(|(e, f)| kl(e, f)).sum();
-        let mean = sum / found.len() as f64;
+    pub fn check_narrow(&mut self, what: &str, found: &Followed) {
+        let expected = match found.routing.layers.is_empty() {
+            true => self.own.clone(),
+            false => given(&mut self.cpu, &self.text, &found.routing).0,
+        };
+        let sum: f64 = expected.iter().zip(&found.rows).map(|(e, f)| kl(e, f)).sum();
+        let mean = sum / found.rows.len() as f64;
         eprintln!("{what}: mean KL {mean:.6}");
         assert!(mean <= KL_LIMIT_FP8, "{what}: mean KL {mean}");
     }

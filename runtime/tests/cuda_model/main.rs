@@ -9,17 +9,18 @@
 mod choices;
 mod compare;
 mod models;
+mod routing;
 mod text;
 
 use choices::check_choices;
-use compare::{Compared, choice, difference};
+use compare::{Compared, Followed, choice, difference};
 use models::{Sequences, config, cpu, cuda, ids};
 use std::path::{Path, PathBuf};
 use text::{Stored, check_against_cpu, check_batches};
 use vt_bundle::Bundle;
 use vt_kernels::cuda::kv_cache::CudaKvType;
 use vt_run::engine::model::Model;
-use vt_run::model::{ConfigError, CudaModel};
+use vt_run::model::{ConfigError, CudaModel, StepRouting};
 
 /// Sequences of the largest batch.
 const SEQUENCES: usize = 32;
@@ -56,74 +57,74 @@ fn reference(model: &mut dyn Model) -> (Vec<u32>, Vec<Vec<f32>>) {
 }
 
 /// Every position of `text` on CUDA, the prompt in pieces of the given lengths and the rest token by token.
-fn follow(model: &mut CudaModel, text: &[u32], pieces: &[usize]) -> Vec<Vec<f32>> {
+fn follow(model: &mut CudaModel, text: &[u32], pieces: &[usize]) -> Followed {
     let vocabulary = model.info().vocab_size;
     let mut sequences = Sequences::new(vec![text.to_vec()], SEQUENCES, vocabulary);
-    let (mut rows, mut start) = (Vec::new(), 0);
+    let (mut rows, mut routing, mut start) = (Vec::new(), StepRouting::default(), 0);
     for &count in pieces {
-        rows.extend(sequences.step(model, &[(0, start, count)], true));
+        rows.extend(sequences.step_routed(model, &[(0, start, count)], &mut routing));
         start += count;
     }
     for position in start..text.len() {
-        rows.extend(sequences.step(model, &[(0, position, 1)], true));
+        rows.extend(sequences.step_routed(model, &[(0, position, 1)], &mut routing));
     }
-    rows
+    Followed { rows, routing }
 }
 
 /// The same among 31 others of other lengths, whose prompts are computed in the same steps.
-fn follow_among_others(model: &mut CudaModel, text: &[u32]) -> Vec<Vec<f32>> {
+fn follow_among_others(model: &mut CudaModel, text: &[u32]) -> Followed {
     let vocabulary = model.info().vocab_size;
     let mut all = vec![text.to_vec()];
     all.extend((1..SEQUENCES).map(|s| ids(s, text.len(), vocabulary)));
     let mut sequences = Sequences::new(all, SEQUENCES, vocabulary);
+    let mut routing = StepRouting::default();
     let first: Vec<_> = (0..SEQUENCES).map(|s| (s, 0, if s == 0 { PROMPT } else { 1 + s % 17 })).collect();
-    let mut rows = sequences.step(model, &first, true);
+    let mut rows = sequences.step_routed(model, &first, &mut routing);
     for i in 0..text.len() - PROMPT {
         let step: Vec<_> = first.iter().map(|&(s, _, count)| (s, count + i, 1)).collect();
-        rows.extend(sequences.step(model, &step, true));
+        rows.extend(sequences.step_routed(model, &step, &mut routing));
     }
-    rows
+    Followed { rows, routing }
 }
 
 fn check(path: &Path) {
     let name = path.file_name().unwrap().to_string_lossy().into_owned();
-    let routed = match config(&Bundle::open(path).unwrap()) {
-        Ok(config) => config.moe.is_some(),
+    match config(&Bundle::open(path).unwrap()) {
+        Ok(_) => {}
         Err(error @ ConfigError::Architecture { .. }) => {
             eprintln!("NOT RUN: {name}: {error}");
             return;
         }
         Err(error) => panic!("{name}: {error}"),
-    };
+    }
     let stored = Stored::of(path);
     let mut on_cpu = cpu(path);
-    let (text, expected) = reference(&mut on_cpu);
-    let compared = Compared { text, expected, routed };
+    let (text, own) = reference(&mut on_cpu);
+    let mut compared = Compared { text, own, cpu: on_cpu };
     let text = compared.text.clone();
 
     let mut model = cuda(path, CudaKvType::Bf16, false, true);
     let whole = follow(&mut model, &text, &[PROMPT]);
     let mut measured = compared.check(&format!("{name} whole prompt, recorded generation"), &whole);
     let again = follow(&mut model, &text, &[PROMPT]);
-    assert_eq!(difference(&whole, &again), 0.0, "{name}: a replay gives the same bits");
+    assert_eq!(difference(&whole.rows, &again.rows), 0.0, "{name}: a replay gives the same bits");
     let pieces = follow(&mut model, &text, &[1, 16, 3, PROMPT - 20]);
     measured = measured.max(compared.check(&format!("{name} prompt in pieces"), &pieces));
     let among = follow_among_others(&mut model, &text);
     measured = measured.max(compared.check(&format!("{name} among others"), &among));
-    check_against_cpu(&name, stored.as_ref(), &mut on_cpu, &mut model, measured);
-    drop(on_cpu);
+    check_against_cpu(&name, stored.as_ref(), &mut compared.cpu, &mut model, measured);
     check_batches(&name, stored.as_ref(), &mut model, false);
     check_choices(&name, &mut model);
     let free = |model: &CudaModel| model.loaded().arena().memory().context().memory().unwrap().free;
     let before = free(&model);
     let replayed = follow_among_others(&mut model, &text);
-    assert_eq!(difference(&among, &replayed), 0.0, "{name}: the same batch gives the same bits");
+    assert_eq!(difference(&among.rows, &replayed.rows), 0.0, "{name}: the same batch gives the same bits");
     assert_eq!(free(&model), before, "{name}: steps that have been seen allocate nothing on the device");
     drop(model);
 
     let mut eager = cuda(path, CudaKvType::Bf16, false, false);
     let found = follow(&mut eager, &text, &[PROMPT]);
-    assert_eq!(difference(&whole, &found), 0.0, "{name}: what is recorded is what is submitted");
+    assert_eq!(difference(&whole.rows, &found.rows), 0.0, "{name}: what is recorded is what is submitted");
     drop(eager);
 
     let mut deterministic = cuda(path, CudaKvType::Bf16, true, true);
@@ -135,7 +136,8 @@ fn check(path: &Path) {
         ("prompt in pieces", follow(&mut deterministic, &text, &[1, 16, 3, PROMPT - 20])),
         ("all of it as a prompt", follow(&mut deterministic, &text, &[text.len()])),
     ] {
-        assert!(bits(&alone) == bits(&rows), "{name} deterministic, {what}: differs by {}", difference(&alone, &rows));
+        let (alone, rows) = (&alone.rows, &rows.rows);
+        assert!(bits(alone) == bits(rows), "{name} deterministic, {what}: differs by {}", difference(alone, rows));
     }
     check_batches(&name, stored.as_ref(), &mut deterministic, true);
     drop(deterministic);

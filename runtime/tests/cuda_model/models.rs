@@ -10,7 +10,9 @@ use vt_kernels::kv_cache::KvType;
 use vt_run::engine::model::{BLOCK_LEN, LogitsBuffer, LogitsWanted, Model, SequenceStep};
 use vt_run::load::upload::UploadOptions;
 use vt_run::load::{CpuDevice, CudaAccelerator, CudaArena, LoadedBundle, Uploading, Verify};
-use vt_run::model::{ConfigError, CpuModel, CpuModelOptions, CudaModel, CudaModelOptions, ModelConfig, StepLimits};
+use vt_run::model::{
+    ConfigError, CpuModel, CpuModelOptions, CudaModel, CudaModelOptions, ModelConfig, StepLimits, StepRouting,
+};
 
 /// Blocks of the cache for each sequence.
 const BLOCKS: usize = (PROMPT + GENERATED).div_ceil(BLOCK_LEN) + 1;
@@ -32,7 +34,7 @@ pub fn cpu(path: &Path) -> CpuModel<ContiguousMap> {
         kv_type: KvType::F32,
         kv_blocks: BLOCKS,
         context_length: ROOM,
-        max_batch_tokens: PROMPT + GENERATED,
+        max_batch_tokens: ROOM,
         max_batch_sequences: 1,
     };
     CpuModel::new(loaded, config, &options).unwrap()
@@ -54,6 +56,25 @@ pub fn ids(seed: usize, len: usize, vocabulary: usize) -> Vec<u32> {
     (0..len).map(|i| ((i * i * 31 + i * 17 + seed * 101 + 5) % vocabulary) as u32).collect()
 }
 
+fn batch<'a>(
+    ids: &'a [Vec<u32>],
+    blocks: &'a [Vec<u32>],
+    parts: &[(usize, usize, usize)],
+    all: bool,
+) -> Vec<SequenceStep<'a>> {
+    let step = |&(s, start_pos, count): &(usize, usize, usize)| SequenceStep {
+        tokens: &ids[s][start_pos..start_pos + count],
+        start_pos,
+        block_table: &blocks[s],
+        logits: if all { LogitsWanted::All } else { LogitsWanted::Last },
+    };
+    parts.iter().map(step).collect()
+}
+
+fn rows(logits: &LogitsBuffer, count: usize) -> Vec<Vec<f32>> {
+    (0..count).map(|row| logits.row(row).to_vec()).collect()
+}
+
 /// Sequences and their blocks, which are spread over the cache.
 pub struct Sequences {
     pub ids: Vec<Vec<u32>>,
@@ -70,20 +91,38 @@ impl Sequences {
     /// One step over the tokens `start .. start + count` of each sequence named; rows of logits of the first one, of all
     /// positions or the last.
     pub fn step(&mut self, model: &mut dyn Model, parts: &[(usize, usize, usize)], all: bool) -> Vec<Vec<f32>> {
-        let wanted = if all { LogitsWanted::All } else { LogitsWanted::Last };
-        let batch: Vec<SequenceStep<'_>> = parts
-            .iter()
-            .map(|&(s, start_pos, count)| SequenceStep {
-                tokens: &self.ids[s][start_pos..start_pos + count],
-                start_pos,
-                block_table: &self.blocks[s],
-                logits: wanted,
-            })
-            .collect();
+        let batch = batch(&self.ids, &self.blocks, parts, all);
         self.logits.reset(batch.iter().map(SequenceStep::logits_rows).sum());
         model.forward(&batch, &mut self.logits).unwrap();
-        let own = batch[0].logits_rows();
-        (0..own).map(|row| self.logits.row(row).to_vec()).collect()
+        rows(&self.logits, batch[0].logits_rows())
+    }
+
+    /// The same with all positions of the first sequence, and the routing of its tokens, where there is one.
+    pub fn step_routed(
+        &mut self,
+        model: &mut CudaModel,
+        parts: &[(usize, usize, usize)],
+        routing: &mut StepRouting,
+    ) -> Vec<Vec<f32>> {
+        let rows = self.step(model, parts, true);
+        if let Some(of_step) = model.routing(&batch(&self.ids, &self.blocks, parts, true)).unwrap() {
+            routing.extend(&of_step, parts[0].2);
+        }
+        rows
+    }
+
+    /// The first sequence from its start on the CPU, all of it in one step, with the experts that are given; its logits, and
+    /// the CPU's own routing.
+    pub fn step_given(
+        &mut self,
+        model: &mut CpuModel<ContiguousMap>,
+        given: &StepRouting,
+    ) -> (Vec<Vec<f32>>, StepRouting) {
+        let count = self.ids[0].len();
+        let batch = batch(&self.ids, &self.blocks, &[(0, 0, count)], true);
+        self.logits.reset(count);
+        let own = model.forward_routed(&batch, Some(given), &mut self.logits).unwrap();
+        (rows(&self.logits, count), own)
     }
 
     /// One step over the tokens from `starts` on of the sequences named; the last row of each one's logits.
