@@ -11,7 +11,7 @@ use vt_kernels::cuda::moe::RoutingTables;
 
 impl CudaModel {
     /// Scores and choices of the last step's routing, whose batch it was; `None` where they are not kept
-    /// ([`CudaModelOptions::keep_routing`]).
+    /// ([`keep_routing`](super::CudaModelOptions::keep_routing)).
     ///
     /// # Errors
     /// [`ModelError::Device`] where the device fails.
