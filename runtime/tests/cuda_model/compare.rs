@@ -6,8 +6,10 @@ use vt_run::model::{CpuModel, StepRouting};
 
 /// Largest difference of a logit from the CPU's, as a share of the largest logit of the model's answers.
 const LOGIT_SHARE: f32 = 0.03;
-/// Largest KL divergence at a position, in nats.
+/// Largest KL divergence at a position, in nats, or that of logits which differ by this share of the largest (half the square of
+/// the difference), where that is more.
 const KL_LIMIT: f64 = 0.01;
+const KL_SHARE: f64 = 0.01;
 /// Mean KL divergence with keys and values in FP8, which keeps three bits of their mantissa.
 const KL_LIMIT_FP8: f64 = 0.05;
 
@@ -80,12 +82,13 @@ impl Compared {
     pub fn check(&mut self, what: &str, found: &Followed) -> f32 {
         let expected = self.expected(what, found);
         let largest = largest(&expected);
+        let kl_limit = KL_LIMIT.max((KL_SHARE * f64::from(largest)).powi(2) / 2.0);
         let (mut beyond, mut worst, mut worst_kl) = (0, 0.0f32, 0.0f64);
         let mut turned = 0;
         for (position, (expected, found)) in expected.iter().zip(&found.rows).enumerate() {
             let (difference, divergence) = (row_difference(expected, found), kl(expected, found));
             (worst, worst_kl) = (worst.max(difference), worst_kl.max(divergence));
-            if difference > LOGIT_SHARE * largest || divergence > KL_LIMIT {
+            if difference > LOGIT_SHARE * largest || divergence > kl_limit {
                 eprintln!("{what}: position {position}: a logit differs by {difference}, KL {divergence:.6}");
                 beyond += 1;
             }

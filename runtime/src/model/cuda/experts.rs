@@ -258,7 +258,8 @@ impl Builder<'_> {
         run: &Range<usize>,
         vector: impl Fn(&Projection) -> Option<&VectorRef>,
     ) -> Option<Constant> {
-        let own = |expert: usize| vector(all[expert]).filter(|_| run.contains(&expert));
+        // Projections of other runs may have other products.
+        let own = |expert: usize| if run.contains(&expert) { vector(all[expert]) } else { None };
         if (0..all.len()).all(|expert| own(expert).is_none()) {
             return None;
         }
