@@ -1,7 +1,7 @@
 //! Whole models of random weights against a forward pass written down plainly, and bundles that must be refused.
 
 use super::*;
-use crate::engine::model::{LogitsBuffer, LogitsWanted, Model, SequenceStep};
+use crate::engine::model::{LogitsBuffer, LogitsWanted, Model, ModelError, SequenceStep};
 use crate::load::upload::UploadOptions;
 use crate::load::{
     CpuDevice, Device, FakeAccelerator, FakeArena, Faults, HostArena, LoadError, LoadedBundle, Resident, Uploading,
@@ -27,11 +27,12 @@ const KV_HEADS: usize = 2;
 const DIM: usize = 8;
 const WIDTH: usize = 40;
 const VOCAB: usize = 30;
+const EXPERTS: usize = 4;
 
 /// A tensor by the names and rows of its parts, its other axes, and its values.
 #[derive(Clone)]
 #[allow(clippy::type_complexity)] // name, parts with their rows, shape, values
-struct Weights(Vec<(String, Vec<(String, usize)>, Vec<usize>, Vec<f32>)>);
+pub(in crate::model) struct Weights(Vec<(String, Vec<(String, usize)>, Vec<usize>, Vec<f32>)>);
 
 impl Weights {
     /// A llama of two layers; projections fused or not, as `fused` says.
@@ -71,6 +72,42 @@ impl Weights {
         list
     }
 
+    /// A Mixtral of two layers with four experts. Those of the second layer differ: one has gate and up in tensors of their own,
+    /// and a factor of its down projection.
+    pub(in crate::model) fn routed(seed: u32) -> Self {
+        let mut list = Self::random(seed, true);
+        list.0.retain(|tensor| !tensor.0.contains(".mlp."));
+        let mut state = seed;
+        let mut add = |name: String, parts: &[(&str, usize)], k: usize| {
+            let rows: usize = parts.iter().map(|(_, rows)| rows).sum();
+            let values = (0..rows * k).map(|_| {
+                state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+                (state >> 8) as f32 / (1 << 24) as f32 - 0.5
+            });
+            let values = values.collect();
+            let module = name.rsplit_once('.').unwrap().0;
+            let parts = parts.iter().map(|(part, rows)| (format!("{module}{part}.weight"), *rows)).collect();
+            list.0.push((format!("{name}.weight"), parts, vec![k], values));
+        };
+        for layer in 0..2 {
+            let at = format!("model.layers.{layer}.block_sparse_moe");
+            add(format!("{at}.gate"), &[(".gate", EXPERTS)], HIDDEN);
+            for expert in 0..EXPERTS {
+                let at = format!("{at}.experts.{expert}");
+                if (layer, expert) == (1, 2) {
+                    add(format!("{at}.w1"), &[(".w1", WIDTH)], HIDDEN);
+                    add(format!("{at}.w3"), &[(".w3", WIDTH)], HIDDEN);
+                } else {
+                    add(format!("{at}.gate_up_proj"), &[(".w1", WIDTH), (".w3", WIDTH)], HIDDEN);
+                }
+                add(format!("{at}.w2"), &[(".w2", HIDDEN)], WIDTH);
+            }
+        }
+        let factor = "model.layers.1.block_sparse_moe.experts.2.w2.scale".to_owned();
+        list.0.push((factor.clone(), vec![(factor, 1)], Vec::new(), vec![1.5]));
+        list
+    }
+
     /// The values of every part by its name.
     fn parts(&self) -> BTreeMap<String, Vec<f32>> {
         let mut map = BTreeMap::new();
@@ -85,7 +122,7 @@ impl Weights {
         map
     }
 
-    fn write(&self, dir: &Path, architecture: &str) {
+    pub(in crate::model) fn write(&self, dir: &Path, architecture: &str) {
         let mut image: Vec<u8> = Vec::new();
         let mut tensors = Vec::new();
         for (name, parts, rest, values) in &self.0 {
@@ -137,7 +174,11 @@ impl Weights {
         let manifest = m::Manifest {
             format: m::FORMAT.into(),
             format_version: m::FORMAT_VERSION,
-            model: m::Model { architecture: architecture.into(), config: config(), conventions: Vec::new() },
+            model: m::Model {
+                architecture: architecture.into(),
+                config: config(architecture),
+                conventions: Vec::new(),
+            },
             quantization: m::Quantization { decodes: Vec::new(), declared: None },
             source: m::Source { kind: "safetensors".into(), files: Vec::new() },
             image: m::Image { size, segments },
@@ -176,12 +217,17 @@ impl Weights {
     }
 }
 
-fn config() -> Value {
-    json!({
+fn config(architecture: &str) -> Value {
+    let mut config = json!({
         "hidden_size": HIDDEN, "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": DIM,
         "num_hidden_layers": 2, "intermediate_size": WIDTH, "vocab_size": VOCAB, "rms_norm_eps": 1e-5,
         "max_position_embeddings": 64, "tie_word_embeddings": true, "rope_theta": 10000.0
-    })
+    });
+    if architecture == "mixtral" {
+        config["num_local_experts"] = json!(EXPERTS);
+        config["num_experts_per_tok"] = json!(2);
+    }
+    config
 }
 
 /// `W [N, K] x`.
@@ -295,6 +341,45 @@ fn sequences_of_a_batch_do_not_see_each_other() {
     model.forward(&batch, &mut logits).unwrap();
     assert_close(&[logits.row(0).to_vec()], &reference(&weights, &a)[19..]);
     assert_close(&(1..4).map(|r| logits.row(r).to_vec()).collect::<Vec<_>>(), &reference(&weights, &b));
+}
+
+#[test]
+fn a_routing_that_is_given_is_computed_with() {
+    let mut model = Weights::routed(9).load("mixtral").unwrap();
+    let expected = steps(&mut model, &ids(), &[20], &[0, 1]);
+    let step = |tokens| [SequenceStep { tokens, start_pos: 0, block_table: &[0, 1], logits: LogitsWanted::All }];
+    let mut logits = LogitsBuffer::new(VOCAB);
+    logits.reset(20);
+    let mut run = |tokens: &[u32], given: Option<&StepRouting>| {
+        let own = model.forward_routed(&step(tokens), given, &mut logits)?;
+        Ok::<_, ModelError>((own, (0..20).map(|r| logits.row(r).to_vec()).collect::<Vec<_>>()))
+    };
+    let (own, rows) = run(&ids(), None).unwrap();
+    assert_eq!(rows, expected);
+    assert!(own.layers.iter().all(|l| (l.scores.len(), l.chosen.len()) == (20 * EXPERTS, 40)));
+    for layer in &own.layers {
+        for token in 0..20 {
+            let (scores, chosen) = (layer.scores_of(token), layer.chosen_of(token));
+            let rest = (0..EXPERTS as u32).filter(|e| !chosen.contains(e)).map(|e| scores[e as usize]);
+            assert!(
+                rest.fold(f32::MIN, f32::max) <= chosen.iter().map(|e| scores[*e as usize]).fold(f32::MAX, f32::min)
+            );
+        }
+    }
+    assert_eq!(run(&ids(), Some(&own)).unwrap(), (own.clone(), expected.clone()), "its own choice changes nothing");
+
+    // Another expert for one token of the last layer: its logits and no others.
+    let mut other = own.clone();
+    let chosen = &mut other.layers[1].chosen[14..16];
+    chosen[0] = (0..EXPERTS as u32).find(|expert| !chosen.contains(expert)).unwrap();
+    let (again, rows) = run(&ids(), Some(&other)).unwrap();
+    assert_eq!(again, own, "what the model says of itself");
+    let differ: Vec<usize> = (0..20).filter(|row| rows[*row] != expected[*row]).collect();
+    assert_eq!(differ, [7]);
+
+    assert!(matches!(run(&ids()[..19], Some(&own)), Err(ModelError::InvalidStep { .. })), "another step's");
+    other.layers[1].chosen[14] = EXPERTS as u32;
+    assert!(matches!(run(&ids(), Some(&other)), Err(ModelError::InvalidStep { .. })), "an expert that is not there");
 }
 
 /// Addresses are likely to be the same again; nothing may be remembered by them.

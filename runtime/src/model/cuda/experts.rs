@@ -347,3 +347,60 @@ fn stored_alike(a: &MatrixStorage<'_>, b: &MatrixStorage<'_>) -> bool {
         _ => false,
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::model::cuda::network::DeviceFeedForward;
+    use crate::model::graph::Graph;
+    use crate::model::tests::Weights;
+    use crate::model::{ModelConfig, StepLimits, cuda_workspace_bytes};
+
+    #[test]
+    fn experts_that_differ_are_several_runs() {
+        let dir = tempfile::tempdir().unwrap();
+        Weights::routed(3).write(dir.path(), "mixtral");
+        let bundle = Bundle::open(dir.path()).unwrap();
+        let config = ModelConfig::from_manifest(&bundle.manifest().model).unwrap();
+        let graph = Graph::resolve(&config, &bundle).unwrap();
+        let (network, _) = Builder::new(&config, &bundle, 1 << 20).build(&graph, None).unwrap();
+        let layers: Vec<_> = network
+            .layers
+            .iter()
+            .map(|layer| match &layer.feed_forward {
+                DeviceFeedForward::Experts(experts) => experts,
+                DeviceFeedForward::Dense(_) => panic!("a layer without experts"),
+            })
+            .collect();
+        let runs =
+            |projection: &ExpertProjection| projection.runs.iter().map(|r| r.experts.clone()).collect::<Vec<_>>();
+        for projection in [&layers[0].gate_up, &layers[0].down] {
+            assert_eq!(runs(projection), [0..4]);
+            // Both matrices of an expert lie between: 80 rows of 24 and 24 rows of 40, at multiples of 256 bytes.
+            assert_eq!(projection.runs[0].products[0].matrix.distance, 7680 + 3840);
+        }
+        for projection in [&layers[1].gate_up, &layers[1].down] {
+            assert_eq!(runs(projection), [0..2, 2..3, 3..4]);
+        }
+        let gate_up = &layers[1].gate_up;
+        assert_eq!(gate_up.columns, ExpertColumns { starts: vec![0, 64], stride: 128 });
+        // Fused rows of 40 and 40 have no padding between; alone, each is written where it belongs.
+        assert!(
+            matches!(&gate_up.runs[0].products[..], [ExpertProduct { place: ProductPlace::Apart(o), .. }] if o.len() == 2)
+        );
+        let column = |product: &ExpertProduct| match product.place {
+            ProductPlace::Direct(column) => Some(column),
+            ProductPlace::Apart(_) => None,
+        };
+        assert_eq!(gate_up.runs[1].products.iter().map(column).collect::<Vec<_>>(), [Some(0), Some(64)]);
+        let down = &layers[1].down;
+        assert_eq!(column(&down.runs[0].products[0]), Some(0));
+        let ProductPlace::Apart(outputs) = &down.runs[1].products[0].place else { panic!("a factor stands between") };
+        assert!(outputs[0].factors.is_some() && outputs[0].biases.is_none());
+
+        let limits = StepLimits { tokens: 64, sequences: 4, context: 64 };
+        let (few, many) = (limits, StepLimits { tokens: 128, ..limits });
+        let bytes = |limits| cuda_workspace_bytes(&config, &bundle, &limits).unwrap().unwrap();
+        assert!(bytes(few) < bytes(many));
+    }
+}
