@@ -347,11 +347,11 @@ fn sequences_of_a_batch_do_not_see_each_other() {
 fn a_routing_that_is_given_is_computed_with() {
     let mut model = Weights::routed(9).load("mixtral").unwrap();
     let expected = steps(&mut model, &ids(), &[20], &[0, 1]);
-    let step = |tokens| [SequenceStep { tokens, start_pos: 0, block_table: &[0, 1], logits: LogitsWanted::All }];
     let mut logits = LogitsBuffer::new(VOCAB);
     logits.reset(20);
     let mut run = |tokens: &[u32], given: Option<&StepRouting>| {
-        let own = model.forward_routed(&step(tokens), given, &mut logits)?;
+        let step = SequenceStep { tokens, start_pos: 0, block_table: &[0, 1], logits: LogitsWanted::All };
+        let own = model.forward_routed(&[step], given, &mut logits)?;
         Ok::<_, ModelError>((own, (0..20).map(|r| logits.row(r).to_vec()).collect::<Vec<_>>()))
     };
     let (own, rows) = run(&ids(), None).unwrap();
