@@ -2,38 +2,29 @@
 #include "few.cuh"
 
 namespace {
-// As many steps as there is room for, and no more than twelve. Where tokens are made they take room of their own.
-template <class Codec, int Tokens, int Columns, int Shares, bool Made>
+// As many steps as there is room for, and no more than twelve.
+template <class Codec, int Tokens, int Columns, int Shares>
 struct Fitting {
-    using One = hopper::FewShape<Codec, Tokens, Columns, Shares, 1, Made>;
-    static constexpr int kRoom = Made ? 122880 : 232448;
+    using One = hopper::FewShape<Codec, Tokens, Columns, Shares, 1>;
     static constexpr int kStage = One::kTokenBytes + One::kCodeBytes + One::kScaleBytes + 16;
-    static constexpr int kStages = (kRoom - (One::kSharedBytes - kStage)) / kStage;
-    using Shape = hopper::FewShape<Codec, Tokens, Columns, Shares, (kStages < 12 ? kStages : 12), Made>;
+    static constexpr int kStages = (232448 - (One::kSharedBytes - kStage)) / kStage;
+    using Shape = hopper::FewShape<Codec, Tokens, Columns, Shares, (kStages < 12 ? kStages : 12)>;
 };
 }  // namespace
 
 // Nobody asks for these kernels on other architectures.
 #if defined(__CUDA_ARCH__) && !defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #define VT_FEW_KERNEL(NAME, ...)
-#define VT_FEW_MADE_KERNEL(NAME, ...)
 #else
 #define VT_FEW_KERNEL(NAME, ...)                                                                                                \
     using NAME##_shape = Fitting<__VA_ARGS__>::Shape;                                                                           \
     extern "C" __global__ void __launch_bounds__(NAME##_shape::kThreads, 1) NAME(const __grid_constant__ hopper::Arguments a) { \
-        hopper::few<NAME##_shape>(a, nullptr);                                                                                  \
-    }
-#define VT_FEW_MADE_KERNEL(NAME, ...)                                                                                           \
-    using NAME##_shape = Fitting<__VA_ARGS__>::Shape;                                                                           \
-    extern "C" __global__ void __launch_bounds__(NAME##_shape::kThreads, 2)                                                     \
-        NAME(const __grid_constant__ hopper::Arguments a, const __grid_constant__ hopper::FewNorm norm) {                       \
-        hopper::few<NAME##_shape>(a, &norm);                                                                                    \
+        hopper::few<NAME##_shape>(a);                                                                                           \
     }
 #endif
-#define VT_FEW(ENCODING, ...)                                            \
-    VT_FEW_KERNEL(vt_few_##ENCODING##_t8, __VA_ARGS__, 8, 3, 4, false)   \
-    VT_FEW_KERNEL(vt_few_##ENCODING##_t16, __VA_ARGS__, 16, 3, 4, false) \
-    VT_FEW_MADE_KERNEL(vt_few_##ENCODING##_made, __VA_ARGS__, 8, 3, 4, true)
+#define VT_FEW(ENCODING, ...)                                \
+    VT_FEW_KERNEL(vt_few_##ENCODING##_t8, __VA_ARGS__, 8, 3, 4) \
+    VT_FEW_KERNEL(vt_few_##ENCODING##_t16, __VA_ARGS__, 16, 3, 4)
 
 VT_FEW(nvfp4, hopper::FewNvfp4)
 VT_FEW(mxfp4, hopper::FewMxfp4)

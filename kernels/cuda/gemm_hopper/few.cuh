@@ -6,52 +6,29 @@
 // their way while the kernel before this one still runs, another with tokens. A warp takes what it needs of a step into
 // registers and gives it back before it computes. At the end the warps' sums are added up through shared memory, always in
 // the same order.
-//
-// Kernels for at most four tokens make the tokens themselves, of rows of f32 that are to be normed: each block all of K, in
-// shared memory. What a norm divides by is the same for all of a row: it is applied to the sums at the end, and the warps
-// begin when they have multiplied the rows with the norm's weights.
 #pragma once
 #include "few_codec.cuh"
 #include "kernel.cuh"
 
 namespace hopper {
 
-// Tokens that are made, at most.
-constexpr int kMadeTokens = 4;
-
-// Rows of f32 [M, width], `stride` elements apart, and the weights [width] of their norm. Mirrored by `Norm` in
-// src/cuda/gemm/hopper/few.rs.
-struct FewNorm {
-    const float *x, *weight;
-    uint32_t stride, width;
-    float eps;
-};
-
-template <class CodecT, int TokensT, int ColumnsT, int SharesT, int StagesT, bool MadeT = false>
+template <class CodecT, int TokensT, int ColumnsT, int SharesT, int StagesT>
 struct FewShape {
     using Codec = CodecT;
     static constexpr int kTokens = TokensT, kColumns = ColumnsT, kShares = SharesT, kStages = StagesT;
     static_assert(kTokens == 8 || kTokens == 16, "tokens of one or two instructions");
     static_assert(8 % kShares == 0, "a step has eight times 16 columns");
-    static constexpr bool kMade = MadeT;
-    // Tokens whose sums are added up.
-    static constexpr int kStored = kMade ? kMadeTokens : kTokens;
     static constexpr int kRows = 64 * kColumns;
-    static constexpr int kWarps = kColumns * kShares, kConsumers = 32 * kWarps, kThreads = kConsumers + (kMade ? 32 : 64);
+    static constexpr int kWarps = kColumns * kShares, kConsumers = 32 * kWarps, kThreads = kConsumers + 64;
     // Times 16 columns of a warp in a step, and those that are in registers at once.
     static constexpr int kUnits = 8 / kShares, kAtOnce = kUnits > 2 ? 2 : kUnits;
-    static constexpr int kTokenHalf = kMade ? 0 : kTokens * kStep * 2, kTokenBytes = 2 * kTokenHalf;
+    static constexpr int kTokenHalf = kTokens * kStep * 2, kTokenBytes = 2 * kTokenHalf;
     static constexpr int kCodeRow = kColumns * Codec::kTileBytes, kCodeHalf = 4 * kCodeRow, kCodeBytes = 2 * kCodeHalf;
     static constexpr int kScaleRow = kRows * Codec::kScaleBytes, kScaleHalf = Codec::kScaleRows * kScaleRow;
     static constexpr int kScaleBytes = 2 * kScaleHalf;
     // A warp's sums of a token are 16 bytes longer, against bank conflicts.
-    static constexpr int kPitch = kRows + 4, kSumBytes = kShares * kStored * kPitch * 4;
-    // Sums of squares of a token, one a warp.
-    static constexpr int kSquareBytes = kMade ? kMadeTokens * kWarps * 4 : 0;
-    // Made tokens lie behind that.
-    static constexpr int kSharedBytes =
-        1024 + kStages * (kTokenBytes + kCodeBytes + kScaleBytes) + kSumBytes + 16 * kStages + kSquareBytes;
-    static_assert(kSharedBytes % 16 == 0, "places of 16 bytes");
+    static constexpr int kPitch = kRows + 4, kSumBytes = kShares * kTokens * kPitch * 4;
+    static constexpr int kSharedBytes = 1024 + kStages * (kTokenBytes + kCodeBytes + kScaleBytes) + kSumBytes + 16 * kStages;
     static_assert(kSharedBytes <= 232448, "shared memory of a block");
     // Quads of rows.
     static constexpr int kRowQuads = kRows / 4;
@@ -61,17 +38,15 @@ struct FewShape {
 template <class S>
 struct FewShared {
     uint8_t *tokens, *codes, *scales;
-    float *sums, *squares;
+    float* sums;
     uint64_t *full, *empty;
     __device__ __forceinline__ explicit FewShared(uint8_t* raw) {
-        uint8_t* aligned = raw + ((1024 - (shared_address(raw) & 1023)) & 1023);
-        codes = aligned + S::kStages * S::kTokenBytes;
+        tokens = raw + ((1024 - (shared_address(raw) & 1023)) & 1023);
+        codes = tokens + S::kStages * S::kTokenBytes;
         scales = codes + S::kStages * S::kCodeBytes;
         sums = reinterpret_cast<float*>(scales + S::kStages * S::kScaleBytes);
         full = reinterpret_cast<uint64_t*>(reinterpret_cast<uint8_t*>(sums) + S::kSumBytes);
         empty = full + S::kStages;
-        squares = reinterpret_cast<float*>(empty + S::kStages);
-        tokens = S::kMade ? reinterpret_cast<uint8_t*>(squares) + S::kSquareBytes : aligned;
     }
 };
 
@@ -113,14 +88,6 @@ __device__ __forceinline__ void multiply_onto(float (&d)[4], const uint32_t (&a)
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
 }
 
-// A lane's token of a step in shared memory: rows of 128 bytes, 64 columns, whose pieces of 16 are swizzled by the token.
-struct FewRow {
-    uint32_t at, half, token;
-    __device__ __forceinline__ uint32_t piece(int unit, int odd) const {
-        return at + unit / 4 * half + (((unit % 4 * 2 + odd) ^ token % 8) << 4);
-    }
-};
-
 // Some of a warp's columns of a step, in registers.
 template <class S>
 struct FewUnits {
@@ -135,13 +102,16 @@ struct FewUnits {
     uint32_t scales[kGroups][kScaleWords];
     uint32_t tokens[S::kAtOnce][kOctets][2];
 
-    __device__ __forceinline__ void read(const FewShared<S>& shared, uint32_t stage, const FewRow& row, int column, int first, int lane) {
+    __device__ __forceinline__ void read(const FewShared<S>& shared, uint32_t stage, int column, int first, int lane) {
         const uint8_t* from = shared.codes + stage * S::kCodeBytes + column * Codec::kTileBytes + lane * (Codec::kTileBytes / 32);
+        const uint32_t token = lane % 8 + (kOctets == 2 ? lane / 16 * 8 : 0);
+        const uint32_t row = shared_address(shared.tokens) + stage * S::kTokenBytes + token * 128;
 #pragma unroll
         for (int u = 0; u < S::kAtOnce; ++u) {
             const int unit = first + u;
             read_words<4 * Codec::kBlockWords>(codes[u], from + unit * S::kCodeRow);
-            const uint32_t at = row.piece(unit, lane / 8 % 2);
+            // Rows of 128 bytes, whose pieces of 16 are swizzled by the row.
+            const uint32_t at = row + unit / 4 * S::kTokenHalf + (((unit % 4 * 2 + lane / 8 % 2) ^ token % 8) << 4);
             if constexpr (kOctets == 2) {
                 asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                              : "=r"(tokens[u][0][0]), "=r"(tokens[u][0][1]), "=r"(tokens[u][1][0]), "=r"(tokens[u][1][1])
@@ -236,87 +206,28 @@ struct FewUnits {
 
 __device__ __forceinline__ void add(float4& to, float4 more) { to.x += more.x, to.y += more.y, to.z += more.z, to.w += more.w; }
 
-// The pieces of a row that a thread multiplies with the norm's weights, four columns each: the widest row that is made has
-// kMadePieces * 4 * kConsumers columns.
-constexpr int kMadePieces = 4;
-
-__device__ __forceinline__ float4 four_at(const float* row, uint32_t i) { return reinterpret_cast<const float4*>(row)[i]; }
-
-__device__ __forceinline__ uint32_t bf16_pair(float low, float high) {
-    uint32_t pair;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-    return pair;
-}
-
-// Makes all columns of the tokens, zeros beyond the width, and leaves the warps' sums of squares.
-template <class S>
-__device__ __forceinline__ void few_make(const FewShared<S>& shared, const FewNorm& norm, uint32_t tokens, uint32_t steps,
-                                         const float4 (&weights)[kMadePieces]) {
-    const uint32_t fours = norm.width / 4, end = steps * (2 * kStep / 4);
-    for (uint32_t token = 0; token < tokens; ++token) {
-        const float* row = norm.x + static_cast<uint64_t>(token) * norm.stride;
-        float4 values[kMadePieces];
-#pragma unroll
-        for (int j = 0; j < kMadePieces; ++j) {
-            const uint32_t i = threadIdx.x + j * S::kConsumers;
-            values[j] = i < fours ? four_at(row, i) : make_float4(0, 0, 0, 0);
-        }
-        float sum = 0;
-#pragma unroll
-        for (int j = 0; j < kMadePieces; ++j) {
-            const uint32_t i = threadIdx.x + j * S::kConsumers;
-            const float4 v = values[j], w = weights[j];
-            sum += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
-            // 16 fours are the columns of a row of 128 bytes.
-            const uint32_t at = (i / 16 * tokens + token) * 128 + ((i % 16 / 2 ^ token) << 4) + i % 2 * 8;
-            const uint2 pairs = make_uint2(bf16_pair(v.x * w.x, v.y * w.y), bf16_pair(v.z * w.z, v.w * w.w));
-            if (i < end) *reinterpret_cast<uint2*>(shared.tokens + at) = pairs;
-        }
-#pragma unroll
-        for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(0xFFFFFFFF, sum, step);
-        if (threadIdx.x % 32 == 0) shared.squares[token * S::kWarps + threadIdx.x / 32] = sum;
-    }
-    named_barrier(1, S::kConsumers);
-}
-
-// What the norm multiplies a token with.
-template <class S>
-__device__ __forceinline__ float norm_factor(const FewShared<S>& shared, const FewNorm& norm, uint32_t token) {
-    float sum = 0;
-#pragma unroll
-    for (int w = 0; w < S::kWarps; ++w) sum += shared.squares[token * S::kWarps + w];
-    return 1.0f / sqrtf(sum / static_cast<float>(norm.width) + norm.eps);
-}
-
 // Adds up the sums of the block's warps and stores the results.
 template <class S>
 __device__ __forceinline__ void few_finish(const Arguments& arguments, const FewShared<S>& shared,
-                                           const float (&sums)[4][S::kTokens / 8][4], uint32_t row, float4 factor, float4 bias,
-                                           const FewNorm* norm) {
+                                           const float (&sums)[4][S::kTokens / 8][4], uint32_t row, float4 factor, float4 bias) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, column = warp % S::kColumns, share = warp / S::kColumns;
-    float* mine = shared.sums + (share * S::kStored + 2 * (lane % 4)) * S::kPitch + 64 * column + lane / 4;
-    if (!S::kMade || 2 * (lane % 4) < S::kStored) {
+    float* mine = shared.sums + (share * S::kTokens + 2 * (lane % 4)) * S::kPitch + 64 * column + lane / 4;
 #pragma unroll
-        for (int block = 0; block < 4; ++block) {
+    for (int block = 0; block < 4; ++block) {
 #pragma unroll
-            for (int i = 0; i < S::kTokens / 8; ++i) {
+        for (int i = 0; i < S::kTokens / 8; ++i) {
 #pragma unroll
-                for (int e = 0; e < 4; ++e) mine[(8 * i + e % 2) * S::kPitch + 16 * block + e / 2 * 8] = sums[block][i][e];
-            }
+            for (int e = 0; e < 4; ++e) mine[(8 * i + e % 2) * S::kPitch + 16 * block + e / 2 * 8] = sums[block][i][e];
         }
     }
     named_barrier(1, S::kConsumers);
-    const uint32_t n = blockIdx.x * S::kRows + row, tokens = min(arguments.m, uint32_t{S::kStored});
+    const uint32_t n = blockIdx.x * S::kRows + row, tokens = min(arguments.m, uint32_t{S::kTokens});
     if (n >= arguments.n) return;
     for (uint32_t token = threadIdx.x / S::kRowQuads; token < tokens; token += S::kConsumers / S::kRowQuads) {
         float4 v = make_float4(0, 0, 0, 0);
 #pragma unroll
         for (int s = 0; s < S::kShares; ++s) {
-            add(v, *reinterpret_cast<const float4*>(shared.sums + (s * S::kStored + token) * S::kPitch + row));
-        }
-        if constexpr (S::kMade) {
-            const float f = norm_factor<S>(shared, *norm, token);
-            v = make_float4(v.x * f, v.y * f, v.z * f, v.w * f);
+            add(v, *reinterpret_cast<const float4*>(shared.sums + (s * S::kTokens + token) * S::kPitch + row));
         }
         v = make_float4(fmaf(v.x, factor.x, bias.x), fmaf(v.y, factor.y, bias.y), fmaf(v.z, factor.z, bias.z),
                         fmaf(v.w, factor.w, bias.w));
@@ -335,7 +246,7 @@ __device__ __forceinline__ void few_finish(const Arguments& arguments, const Few
 }
 
 template <class S>
-__device__ __forceinline__ void few_consume(const Arguments& arguments, const FewShared<S>& shared, const FewNorm* norm) {
+__device__ __forceinline__ void few_consume(const Arguments& arguments, const FewShared<S>& shared) {
     const int lane = threadIdx.x % 32, warp = __shfl_sync(0xFFFFFFFF, threadIdx.x / 32, 0);
     const int column = warp % S::kColumns, share = warp / S::kColumns;
     // What rows are multiplied by comes from afar, and is here when the weights are.
@@ -348,34 +259,15 @@ __device__ __forceinline__ void few_consume(const Arguments& arguments, const Fe
             bias = make_float4(arguments.bias[n], arguments.bias[n + 1], arguments.bias[n + 2], arguments.bias[n + 3]);
         }
     }
-    FewRow tokens;
-    if constexpr (S::kMade) {
-        float4 weights[kMadePieces];
-#pragma unroll
-        for (int j = 0; j < kMadePieces; ++j) {
-            const uint32_t i = threadIdx.x + j * S::kConsumers;
-            weights[j] = i < norm->width / 4 ? four_at(norm->weight, i) : make_float4(0, 0, 0, 0);
-        }
-        wait_for_previous();
-        few_make<S>(shared, *norm, arguments.m, arguments.schedule.steps, weights);
-        // Lanes without a token of their own repeat the first, and are not heard.
-        tokens.token = lane % 8 < arguments.m ? lane % 8 : 0;
-        tokens.half = arguments.m * 128;
-    } else {
-        wait_for_previous();
-        tokens.token = lane % 8 + (S::kTokens == 16 ? lane / 16 * 8 : 0);
-        tokens.half = S::kTokenHalf;
-    }
-    const uint32_t first_token = shared_address(shared.tokens) + tokens.token * 128;
+    wait_for_previous();
     float sums[4][S::kTokens / 8][4] = {};
     Ring<S::kStages> ring;
     for (uint32_t step = 0; step < arguments.schedule.steps; ++step) {
         barrier_wait(&shared.full[ring.stage], ring.parity);
-        tokens.at = first_token + (S::kMade ? step * 2 * tokens.half : ring.stage * S::kTokenBytes);
 #pragma unroll
         for (int unit = 0; unit < S::kUnits; unit += S::kAtOnce) {
             FewUnits<S> now;
-            now.read(shared, ring.stage, tokens, column, share * S::kUnits + unit, lane);
+            now.read(shared, ring.stage, column, share * S::kUnits + unit, lane);
             if (unit + S::kAtOnce == S::kUnits) {
                 __syncwarp();
                 if (lane == 0) barrier_arrive(&shared.empty[ring.stage]);
@@ -384,29 +276,29 @@ __device__ __forceinline__ void few_consume(const Arguments& arguments, const Fe
         }
         ring.advance();
     }
-    few_finish<S>(arguments, shared, sums, row, factor, bias, norm);
+    few_finish<S>(arguments, shared, sums, row, factor, bias);
 }
 
 template <class S>
-__device__ __forceinline__ void few(const Arguments& arguments, const FewNorm* norm) {
+__device__ __forceinline__ void few(const Arguments& arguments) {
     extern __shared__ uint8_t raw[];
     const FewShared<S> shared(raw);
     if (threadIdx.x == 0) {
         for (int i = 0; i < S::kStages; ++i) {
-            barrier_init(&shared.full[i], S::kMade ? 1 : 2);
+            barrier_init(&shared.full[i], 2);
             barrier_init(&shared.empty[i], S::kWarps);
         }
         barrier_init_fence();
-        if constexpr (!S::kMade) prefetch_map(&arguments.x);
+        prefetch_map(&arguments.x);
         prefetch_map(&arguments.codes);
         if constexpr (S::Codec::kScaleRows != 0) prefetch_map(&arguments.scales);
     }
     __syncthreads();
     if (threadIdx.x < S::kConsumers) {
-        few_consume<S>(arguments, shared, norm);
+        few_consume<S>(arguments, shared);
     } else if (threadIdx.x == S::kConsumers) {
         few_produce<S, false>(arguments, shared);
-    } else if (!S::kMade && threadIdx.x == S::kConsumers + 32) {
+    } else if (threadIdx.x == S::kConsumers + 32) {
         few_produce<S, true>(arguments, shared);
     }
 }

@@ -121,13 +121,6 @@ impl Gemm {
         workspace: u64,
     ) -> Result<(), CudaError> {
         let checked = input.complete(matrix, request, &checks::check(matrix, request, None)?)?;
-        if let Some(hopper) = &self.hopper
-            && matches!(input, GemmInput::Normed { .. })
-            && !request.deterministic
-            && hopper.launch_normed(stream, matrix, &checked)?
-        {
-            return Ok(());
-        }
         let chosen = match &matrix.form {
             Form::Tiled { params, reading: Some(reading), .. }
                 if !request.deterministic && self.makes_inputs(matrix, request.m) =>

@@ -13,7 +13,7 @@ mod rows;
 mod schedule;
 
 use super::matrix::Form;
-use super::params::{Request, Rows, Tiled};
+use super::params::{Request, Rows};
 use super::{DeviceMatrix, ExpertGroups};
 use crate::cuda::error::Named;
 use crate::cuda::module::{Function, Module, arguments};
@@ -89,8 +89,7 @@ impl Hopper {
             module.function(&name, shared)
         };
         let of_few = |encoding: &Encoding| {
-            let of_shape =
-                |shape: &few::Shape| named(&few, "few", encoding, shape.name, shape.most_shared_bytes(encoding));
+            let of_shape = |shape: &few::Shape| named(&few, "few", encoding, shape.name, shape.shared_bytes(encoding));
             few::SHAPES.iter().map(of_shape).collect::<Result<Vec<_>, _>>()
         };
         let of_many = |encoding: &Encoding| {
@@ -140,37 +139,6 @@ impl Hopper {
         self.reading(matrix, request, Some(groups)).is_some()
     }
 
-    /// Starts a product of rows of f32 that the kernel norms itself, as the request says, where there is a kernel for it and
-    /// for the way the results lie, and says whether it did.
-    ///
-    /// # Errors
-    /// [`CudaError::Call`].
-    pub(super) fn launch_normed(
-        &self,
-        stream: &CudaStream,
-        matrix: &DeviceMatrix,
-        request: &Request,
-    ) -> Result<bool, CudaError> {
-        let Form::Tiled { matrix: geometry, params, .. } = &matrix.form else { return Ok(false) };
-        let plan = few::plan_made(params.n, params.k, request.m, self.multiprocessors);
-        let (Some((shape, schedule)), Some(reading)) = (plan, self.reading(matrix, request, None)) else {
-            return Ok(false);
-        };
-        let launch = self.few_launch(reading.encoding, shape, schedule, request.m);
-        let arguments = arguments_of(geometry, params, &reading, request, &launch, None, 0)?;
-        let Request { x, weight, eps, x_stride: stride, .. } = *request;
-        let norm = few::Norm { x, weight, stride, width: params.k, eps };
-        let (grid, block) = ([launch.blocks, 1, 1], [launch.threads, 1, 1]);
-        // SAFETY: the arguments are the kernel's; planes are those of the geometry, the request is checked against it and its
-        // rows and weights are aligned, and the caller keeps all of it allocated. Before it waits for earlier work the kernel
-        // only reads weights.
-        unsafe {
-            let arguments = &mut arguments![arguments, norm];
-            launch.function.launch_early(stream, grid, block, launch.shared_bytes, arguments)?;
-        }
-        Ok(true)
-    }
-
     /// Starts the product where these kernels are the ones for it, and says whether it did.
     ///
     /// # Errors
@@ -185,8 +153,47 @@ impl Hopper {
     ) -> Result<bool, CudaError> {
         let Form::Tiled { matrix: geometry, params, .. } = &matrix.form else { return Ok(false) };
         let Some(reading) = self.reading(matrix, request, groups) else { return Ok(false) };
+        let encoding = &ENCODINGS[reading.encoding];
+        let experts = groups.map_or(1, |groups| groups.count);
         let Some(launch) = self.cut(reading.encoding, request, params.k, groups) else { return Ok(false) };
-        let arguments = arguments_of(geometry, params, &reading, request, &launch, groups, workspace)?;
+        let address = |plane: usize| match plane.checked_sub(geometry.spec.codes.len()) {
+            None => params.codes[plane].data,
+            Some(scale) => params.scales[scale].data,
+        };
+        let maps = Maps { geometry, rows: launch.rows, experts, stride: request.expert_stride };
+        let mut parts = [0; MAX_PARTS];
+        for (end, part) in parts.iter_mut().zip(&geometry.parts) {
+            *end = (part.start + part.padded()) as u32;
+        }
+        let row_scale = reading.row_scale;
+        let arguments = Arguments {
+            x: activations(request, params.k, launch.box_tokens)?,
+            codes: maps.codes(address(0), encoding.bits)?,
+            scales: match reading.scales {
+                Some(plane) => maps.scales(address(plane), encoding)?,
+                None => [0; 16],
+            },
+            row_scales: row_scale.map_or(0, |scale| address(scale.plane)),
+            bias: request.bias,
+            out: request.out,
+            partial: workspace + FLAG_BYTES,
+            flags: workspace,
+            offsets: request.offsets,
+            expert_stride: request.expert_stride,
+            out_stride: u64::from(request.out_stride),
+            experts,
+            m: request.m,
+            n: request.n,
+            group_size: geometry.group_size as u32,
+            row_scale_type: row_scale.map_or(0, |scale| scale.dtype),
+            row_scale_of_part: row_scale.map_or(0, |scale| u32::from(scale.of_part)),
+            row_scale_divides: row_scale.map_or(0, |scale| u32::from(scale.divides)),
+            parts: geometry.parts.len() as u32,
+            part_end: parts,
+            out_f32: 1 - request.out_bf16,
+            accumulate: request.accumulate,
+            schedule: launch.schedule,
+        };
         let (grid, block) = ([launch.blocks, 1, 1], [launch.threads, 1, 1]);
         let (function, shared) = (launch.function, launch.shared_bytes);
         let arguments = &mut arguments![arguments];
@@ -211,20 +218,6 @@ struct Launch<'a> {
 }
 
 impl Hopper {
-    /// A kernel for few rows.
-    fn few_launch(&self, encoding: usize, shape: usize, schedule: Schedule, m: u32) -> Launch<'_> {
-        let few = &few::SHAPES[shape];
-        Launch {
-            function: &self.few[encoding][shape],
-            blocks: schedule.tiles_n,
-            threads: few.threads(),
-            shared_bytes: few.shared_bytes(&ENCODINGS[encoding], m, schedule.steps),
-            rows: few::ROWS,
-            box_tokens: few.tokens,
-            schedule,
-        }
-    }
-
     /// The kernel for a product, and its cut, where there is one that is the fastest.
     fn cut(&self, encoding: usize, request: &Request, k: u32, groups: Option<&ExpertGroups>) -> Option<Launch<'_>> {
         let (n, m, sms) = (request.n, request.m, self.multiprocessors);
@@ -233,7 +226,15 @@ impl Hopper {
             Some(groups) => Plan::of_experts(n, k, m, groups.count, sms),
             None => {
                 if let Some((shape, schedule)) = few::plan(n, k, m, sms) {
-                    return Some(self.few_launch(encoding, shape, schedule, m));
+                    return Some(Launch {
+                        function: &self.few[encoding][shape],
+                        blocks: schedule.tiles_n,
+                        threads: few::THREADS,
+                        shared_bytes: few::SHAPES[shape].shared_bytes(read),
+                        rows: few::ROWS,
+                        box_tokens: few::SHAPES[shape].tokens,
+                        schedule,
+                    });
                 }
                 if m < MIN_ROWS {
                     return None;
@@ -252,59 +253,6 @@ impl Hopper {
             schedule: plan.schedule,
         })
     }
-}
-
-/// What the kernels are given.
-fn arguments_of(
-    geometry: &TiledMatrix,
-    params: &Tiled,
-    reading: &Reading,
-    request: &Request,
-    launch: &Launch<'_>,
-    groups: Option<&ExpertGroups>,
-    workspace: u64,
-) -> Result<Arguments, CudaError> {
-    let encoding = &ENCODINGS[reading.encoding];
-    let experts = groups.map_or(1, |groups| groups.count);
-    let address = |plane: usize| match plane.checked_sub(geometry.spec.codes.len()) {
-        None => params.codes[plane].data,
-        Some(scale) => params.scales[scale].data,
-    };
-    let maps = Maps { geometry, rows: launch.rows, experts, stride: request.expert_stride };
-    let mut parts = [0; MAX_PARTS];
-    for (end, part) in parts.iter_mut().zip(&geometry.parts) {
-        *end = (part.start + part.padded()) as u32;
-    }
-    let row_scale = reading.row_scale;
-    Ok(Arguments {
-        // Rows that the kernel makes are not copied.
-        x: if request.input == 0 { activations(request, params.k, launch.box_tokens)? } else { [0; 16] },
-        codes: maps.codes(address(0), encoding.bits)?,
-        scales: match reading.scales {
-            Some(plane) => maps.scales(address(plane), encoding)?,
-            None => [0; 16],
-        },
-        row_scales: row_scale.map_or(0, |scale| address(scale.plane)),
-        bias: request.bias,
-        out: request.out,
-        partial: workspace + FLAG_BYTES,
-        flags: workspace,
-        offsets: request.offsets,
-        expert_stride: request.expert_stride,
-        out_stride: u64::from(request.out_stride),
-        experts,
-        m: request.m,
-        n: request.n,
-        group_size: geometry.group_size as u32,
-        row_scale_type: row_scale.map_or(0, |scale| scale.dtype),
-        row_scale_of_part: row_scale.map_or(0, |scale| u32::from(scale.of_part)),
-        row_scale_divides: row_scale.map_or(0, |scale| u32::from(scale.divides)),
-        parts: geometry.parts.len() as u32,
-        part_end: parts,
-        out_f32: 1 - request.out_bf16,
-        accumulate: request.accumulate,
-        schedule: launch.schedule,
-    })
 }
 
 /// Tensor maps of a matrix's planes.
