@@ -420,7 +420,7 @@ pub struct ServerArgs {
     #[arg(long, value_enum, value_name = "PARSER", env = "VT_REASONING_PARSER", default_value = "auto")]
     pub reasoning_parser: ReasoningParserArg,
     /// Requests that may wait; further ones are refused with 429.
-    #[arg(long, value_name = "N", env = "VT_MAX_QUEUE", default_value_t = 256)]
+    #[arg(long, value_name = "N", env = "VT_MAX_QUEUE", default_value_t = 256, value_parser = at_least_one)]
     pub max_queue: usize,
     /// Forget keys and values of earlier requests with the same beginning.
     #[arg(long, env = "VT_NO_ENABLE_PREFIX_CACHING")]
@@ -429,8 +429,25 @@ pub struct ServerArgs {
     #[arg(long, value_name = "SECONDS", env = "VT_SHUTDOWN_TIMEOUT", default_value_t = 30)]
     pub shutdown_timeout: u32,
     /// Prefix of the names of metrics.
-    #[arg(long, value_name = "PREFIX", env = "VT_METRICS_PREFIX", default_value = "vt")]
+    #[arg(long, value_name = "PREFIX", env = "VT_METRICS_PREFIX", default_value = "vt", value_parser = metric_name)]
     pub metrics_prefix: String,
+}
+
+fn at_least_one(text: &str) -> Result<usize, String> {
+    match text.parse() {
+        Ok(0) => Err("at least 1 is needed".to_owned()),
+        Ok(number) => Ok(number),
+        Err(error) => Err(format!("{error}")),
+    }
+}
+
+/// What a name of Prometheus may consist of.
+fn metric_name(text: &str) -> Result<String, String> {
+    let letter = |c: char| c.is_ascii_alphabetic() || c == '_' || c == ':';
+    if text.starts_with(letter) && text.chars().all(|c| letter(c) || c.is_ascii_digit()) {
+        return Ok(text.to_owned());
+    }
+    Err("expected letters, digits, _ and :, not beginning with a digit".to_owned())
 }
 
 /// Value of `--device`.

@@ -1,6 +1,6 @@
 //! `vt-run`: loads a bundle and answers.
 
-use std::io::IsTerminal;
+use std::io::{IsTerminal, Write};
 use std::process::ExitCode;
 use tracing_subscriber::EnvFilter;
 use vt_bundle::printable::line;
@@ -28,7 +28,7 @@ fn main() -> ExitCode {
     let filter = match EnvFilter::try_new(filter) {
         Ok(filter) => filter,
         Err(error) => {
-            eprintln!("error: --log {filter}: {error}");
+            complain(&format!("--log {filter}: {error}"));
             return ExitCode::from(2);
         }
     };
@@ -39,7 +39,8 @@ fn main() -> ExitCode {
         Err(_) => filter,
     });
     let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
-    log.with_target(false).with_ansi(colour).init();
+    // A log that cannot be written (a full disk, a pipe whose reader has gone) must not end what it is about.
+    log.with_target(false).with_ansi(colour).log_internal_errors(false).init();
     let mut fetched = match fetch(&mut invocation) {
         Ok(fetched) => fetched,
         Err(failure) => return ended(Err(failure)),
@@ -67,10 +68,15 @@ fn ended(result: Result<(), Failure>) -> ExitCode {
     match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(failure) => {
-            eprintln!("error: {}", line(&failure.to_string()));
+            complain(&failure.to_string());
             ExitCode::from(failure.code)
         }
     }
+}
+
+/// Writes one line to standard error; where that is closed too, the exit code has to speak.
+fn complain(text: &str) {
+    let _ = writeln!(std::io::stderr(), "error: {}", line(text));
 }
 
 /// Fetches a bundle that is named by a reference; what is returned holds it in the cache.

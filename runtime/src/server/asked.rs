@@ -11,6 +11,7 @@ use http_body_util::BodyExt;
 use serde_json::{Map, Value};
 use std::sync::Arc;
 use std::time::Duration;
+use tokio::sync::OwnedSemaphorePermit;
 
 /// A body that is a JSON object, from somebody who may ask, for a model that is there and has room in its queue. The queue is
 /// looked at before anything is made of the body: a request that is refused costs next to nothing.
@@ -24,6 +25,34 @@ pub struct Asked {
     pub tenant: Tenant,
     /// What is asked.
     pub object: Map<String, Value>,
+    /// Held for as long as the object.
+    _room: Room,
+}
+
+/// A body's share of the memory for bodies.
+#[derive(Debug, Default)]
+pub struct Room(Option<OwnedSemaphorePermit>);
+
+impl Room {
+    /// Bytes that are taken at once.
+    pub(super) const UNIT: usize = 1 << 10;
+
+    /// Makes room for `bytes` in all.
+    fn grow(&mut self, state: &AppState, bytes: usize) -> Result<(), ApiError> {
+        let held = self.0.as_ref().map_or(0, OwnedSemaphorePermit::num_permits);
+        let missing = bytes.div_ceil(Self::UNIT).saturating_sub(held);
+        if missing == 0 {
+            return Ok(());
+        }
+        let more = u32::try_from(missing).ok().and_then(|n| Arc::clone(&state.bodies).try_acquire_many_owned(n).ok());
+        let more =
+            more.ok_or_else(|| ApiError::queue_full("too many large requests are being read; try again in 1 s", 1))?;
+        match &mut self.0 {
+            Some(room) => room.merge(more),
+            none => *none = Some(more),
+        }
+        Ok(())
+    }
 }
 
 impl FromRequest<Arc<AppState>> for Asked {
@@ -38,8 +67,8 @@ impl FromRequest<Arc<AppState>> for Asked {
             }
         };
         let tenant = request.extensions().get::<Tenant>().copied().unwrap_or_default();
-        let object = read_object(request, state).await?;
-        Ok(Self { state: Arc::clone(state), served, tenant, object })
+        let (object, room) = read_object(request, state).await?;
+        Ok(Self { state: Arc::clone(state), served, tenant, object, _room: room })
     }
 }
 
@@ -56,11 +85,12 @@ impl Asked {
     }
 }
 
-/// The body of a request as a JSON object.
+/// The body of a request as a JSON object, and its share of the memory for bodies.
 ///
 /// # Errors
-/// 413 where it is too large, 415 where it is compressed, 408 where it stops coming, 400 where it is no object.
-pub async fn read_object(request: Request, state: &AppState) -> Result<Map<String, Value>, ApiError> {
+/// 413 where it is too large, 415 where it is compressed, 408 where it stops coming, 429 where those of others take all the
+/// memory that there is for bodies, 400 where it is no object.
+pub async fn read_object(request: Request, state: &AppState) -> Result<(Map<String, Value>, Room), ApiError> {
     let limit = state.config.max_body_bytes;
     if request.body().size_hint().lower() > limit as u64 {
         discard(request, limit).await;
@@ -71,16 +101,26 @@ pub async fn read_object(request: Request, state: &AppState) -> Result<Map<Strin
         discard(request, limit).await;
         return Err(ApiError::unsupported_encoding(&encoding));
     }
-    parse_object(&read_body(request.into_body(), limit, state.config.body_timeout).await?)
+    let mut body = request.into_body();
+    match read_body(&mut body, state).await {
+        Ok((bytes, room)) => Ok((parse_object(&bytes)?, room)),
+        Err(error) => {
+            if error.leaves_body() {
+                drain(body, limit).await;
+            }
+            Err(error)
+        }
+    }
 }
 
-async fn read_body(mut body: Body, limit: usize, timeout: Duration) -> Result<Vec<u8>, ApiError> {
+async fn read_body(body: &mut Body, state: &AppState) -> Result<(Vec<u8>, Room), ApiError> {
+    let (limit, timeout) = (state.config.max_body_bytes, state.config.body_timeout);
     // What the client says that there will be is believed once it is there.
-    let mut bytes = Vec::new();
+    let (mut bytes, mut room) = (Vec::new(), Room::default());
     loop {
         let frame = match tokio::time::timeout(timeout, body.frame()).await {
             Err(_) => return Err(ApiError::body_timeout()),
-            Ok(None) => return Ok(bytes),
+            Ok(None) => return Ok((bytes, room)),
             Ok(Some(Err(error))) => return Err(ApiError::bad_request(format!("the body could not be read: {error}"))),
             Ok(Some(Ok(frame))) => frame,
         };
@@ -89,6 +129,7 @@ async fn read_body(mut body: Body, limit: usize, timeout: Duration) -> Result<Ve
         if bytes.len() + piece.len() > limit {
             return Err(ApiError::too_large(limit));
         }
+        room.grow(state, bytes.len() + piece.len())?;
         bytes.extend_from_slice(piece);
     }
 }
@@ -97,11 +138,14 @@ async fn read_body(mut body: Body, limit: usize, timeout: Duration) -> Result<Ve
 /// system throw away the answer. Bodies of several times the `limit` are not read to their end, nor slow ones, nor those that
 /// the client would only send when it is told to go on.
 pub async fn discard(request: Request, limit: usize) {
+    if !request.headers().contains_key(EXPECT) {
+        drain(request.into_body(), limit).await;
+    }
+}
+
+async fn drain(body: Body, limit: usize) {
     /// As long as nginx lingers.
     const PATIENCE: Duration = Duration::from_secs(5);
-    if request.headers().contains_key(EXPECT) {
-        return;
-    }
     let read = async |mut body: Body| {
         let mut rest = limit.saturating_mul(4);
         while let Some(Ok(frame)) = body.frame().await {
@@ -111,5 +155,5 @@ pub async fn discard(request: Request, limit: usize) {
         }
     };
     // Whatever is left after that belongs to a client that does not listen.
-    let _ = tokio::time::timeout(PATIENCE, read(request.into_body())).await;
+    let _ = tokio::time::timeout(PATIENCE, read(body)).await;
 }

@@ -5,7 +5,7 @@ use super::error::ApiError;
 use super::state::AppState;
 use crate::engine::CacheSalt;
 use axum::extract::{Request, State};
-use axum::http::{HeaderMap, header};
+use axum::http::{HeaderMap, HeaderValue, header};
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
 use std::sync::Arc;
@@ -30,9 +30,21 @@ impl Keys {
         Self { hashes: keys.iter().map(|key| blake3::hash(key.as_bytes())).collect() }
     }
 
-    /// Reads a file with one key a line; blank lines and lines that begin with `#` are skipped.
+    /// Why a key can never come with a request, if it cannot: it is empty, or no header can carry it.
+    pub fn fault(key: &str) -> Option<&'static str> {
+        if key.is_empty() {
+            // Whoever sends an empty header would be let in.
+            return Some("is empty");
+        }
+        let sent = key.trim() == key && HeaderValue::from_str(key).is_ok();
+        (!sent).then_some("has spaces around it or characters that a header cannot carry")
+    }
+
+    /// Reads a file with one key a line; blank lines and lines that begin with `#` are skipped, as is the mark with which
+    /// some editors begin a file.
     pub fn parse_file(text: &str) -> Vec<String> {
-        text.lines()
+        text.trim_start_matches('\u{feff}')
+            .lines()
             .map(str::trim)
             .filter(|line| !line.is_empty() && !line.starts_with('#'))
             .map(str::to_owned)
@@ -44,7 +56,7 @@ impl Keys {
         if self.hashes.is_empty() {
             return Some(Tenant::default());
         }
-        let key = presented_key(headers)?;
+        let key = presented_key(headers).filter(|key| !key.is_empty())?;
         let hash = blake3::hash(key);
         // All keys are compared, so that the time does not tell which one it was.
         let matching = self.hashes.iter().fold(false, |found, accepted| found | (*accepted == hash));
@@ -76,7 +88,6 @@ pub async fn authenticate(State(state): State<Arc<AppState>>, mut request: Reque
 #[cfg(test)]
 mod tests {
     use super::*;
-    use axum::http::HeaderValue;
 
     fn with(name: &'static str, value: &'static str) -> HeaderMap {
         HeaderMap::from_iter([(header::HeaderName::from_static(name), HeaderValue::from_static(value))])
@@ -94,6 +105,19 @@ mod tests {
             assert!(!admitted(with("authorization", refused)), "{refused}");
         }
         assert!(!admitted(HeaderMap::new()));
+        assert_eq!(Keys::parse_file("\u{feff}first\r\n# x\r\n"), ["first"]);
+    }
+
+    #[test]
+    fn keys_that_cannot_be_sent_are_found_out() {
+        for good in ["a", "sk-0_.~", "two words"] {
+            assert_eq!(Keys::fault(good), None, "{good}");
+        }
+        for bad in ["", " ", " a", "a\t", "a\nb", "a\u{7f}"] {
+            assert!(Keys::fault(bad).is_some(), "{bad:?}");
+        }
+        // Nor would an empty one be let in.
+        assert!(Keys::new(&[String::new()]).admit(&with("x-api-key", "")).is_none());
     }
 
     #[test]

@@ -145,6 +145,11 @@ impl ApiError {
         }
     }
 
+    /// Whether the request's body was left unread because of it, though the client goes on sending.
+    pub fn leaves_body(&self) -> bool {
+        matches!(self.status, StatusCode::PAYLOAD_TOO_LARGE | StatusCode::TOO_MANY_REQUESTS)
+    }
+
     /// The body of the answer.
     pub fn body(&self) -> Value {
         json!({"error": {
@@ -193,6 +198,9 @@ impl From<TextError> for ApiError {
     fn from(error: TextError) -> Self {
         match error {
             TextError::Asset { .. } => Self::internal(error.to_string()),
+            TextError::TooLong { .. } => {
+                Self { code: Some("context_length_exceeded"), ..Self::bad_request(error.to_string()) }
+            }
             TextError::Grammar(_) => {
                 Self { param: Some("response_format".to_owned()), ..Self::bad_request(error.to_string()) }
             }

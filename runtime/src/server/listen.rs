@@ -8,7 +8,8 @@ use hyper_util::server::graceful::GracefulShutdown;
 use hyper_util::service::TowerToHyperService;
 use std::io;
 use std::net::SocketAddr;
-use std::path::PathBuf;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncWrite};
@@ -53,8 +54,34 @@ impl std::fmt::Display for Endpoint {
 pub enum Bound {
     /// TCP.
     Tcp(TcpListener, SocketAddr),
-    /// Unix; the file is removed at the end.
-    Unix(UnixListener, PathBuf),
+    /// Unix; the file is removed at the end, however the server ends.
+    Unix(UnixListener, SocketFile),
+}
+
+/// The file of a unix socket. Dropping it removes the file, unless another server's is there by now.
+#[derive(Debug)]
+pub struct SocketFile {
+    path: PathBuf,
+    /// Device and inode.
+    identity: Option<(u64, u64)>,
+}
+
+impl SocketFile {
+    fn new(path: PathBuf) -> Self {
+        Self { identity: identity(&path), path }
+    }
+}
+
+impl Drop for SocketFile {
+    fn drop(&mut self) {
+        if self.identity.is_some() && identity(&self.path) == self.identity {
+            let _ = std::fs::remove_file(&self.path);
+        }
+    }
+}
+
+fn identity(path: &Path) -> Option<(u64, u64)> {
+    std::fs::symlink_metadata(path).ok().map(|metadata| (metadata.dev(), metadata.ino()))
 }
 
 impl Bound {
@@ -73,7 +100,7 @@ impl Bound {
                 if is_stale_socket(path).await {
                     std::fs::remove_file(path)?;
                 }
-                Ok(Self::Unix(UnixListener::bind(path)?, path.clone()))
+                Ok(Self::Unix(UnixListener::bind(path)?, SocketFile::new(path.clone())))
             }
         }
     }
@@ -82,7 +109,7 @@ impl Bound {
     pub fn address(&self) -> String {
         match self {
             Self::Tcp(_, address) => format!("http://{address}"),
-            Self::Unix(_, path) => format!("unix:{}", path.display()),
+            Self::Unix(_, file) => format!("unix:{}", file.path.display()),
         }
     }
 
@@ -90,11 +117,7 @@ impl Bound {
     pub async fn serve(self, app: Router, stop: watch::Receiver<bool>) {
         match self {
             Self::Tcp(listener, _) => serve_all(&listener, app, stop).await,
-            Self::Unix(listener, path) => {
-                serve_all(&listener, app, stop).await;
-                // It may have been replaced or removed meanwhile.
-                let _ = std::fs::remove_file(path);
-            }
+            Self::Unix(listener, _file) => serve_all(&listener, app, stop).await,
         }
     }
 }

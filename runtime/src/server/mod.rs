@@ -71,6 +71,8 @@ pub struct ServerConfig {
     pub allowed_origins: Vec<String>,
     /// Largest body of a request.
     pub max_body_bytes: usize,
+    /// Bytes of all bodies that are being read or have not been answered yet.
+    pub max_bodies_bytes: usize,
     /// Time that a client has for the next piece of a body.
     pub body_timeout: Duration,
     /// Time between comments on a stream that has nothing else to say.
@@ -89,6 +91,7 @@ impl Default for ServerConfig {
             reasoning: true,
             allowed_origins: Vec::new(),
             max_body_bytes: 16 << 20,
+            max_bodies_bytes: 512 << 20,
             // As long as nginx waits.
             body_timeout: Duration::from_secs(60),
             keep_alive: Duration::from_secs(15),
@@ -112,8 +115,8 @@ pub enum ServeError<E> {
     /// Serving broke off.
     #[error("serving failed: {0}")]
     Io(#[from] io::Error),
-    /// An origin that cannot be a header.
-    #[error("`{0}` is not a web origin such as https://example.org")]
+    /// Not an origin as browsers write it.
+    #[error("`{0}` is not a web origin such as https://example.org (lower case, no path)")]
     Origin(String),
     /// The model could not be loaded.
     #[error("{0}")]
@@ -233,11 +236,22 @@ fn cors(origins: &[String]) -> Result<CorsLayer, String> {
     if origins.iter().any(|origin| origin == "*") {
         return Ok(layer.allow_origin(Any));
     }
-    let origins = origins
-        .iter()
-        .map(|origin| HeaderValue::from_str(origin).map_err(|_| origin.clone()))
-        .collect::<Result<Vec<_>, _>>()?;
+    let origins =
+        origins.iter().map(|origin| web_origin(origin).ok_or_else(|| origin.clone())).collect::<Result<Vec<_>, _>>()?;
     Ok(layer.allow_origin(AllowOrigin::list(origins)))
+}
+
+/// An origin as browsers write it, which is what it is compared with: scheme and host in lower case, perhaps a port, and
+/// nothing behind; or `null`, that of files.
+fn web_origin(text: &str) -> Option<HeaderValue> {
+    if text != "null" {
+        let uri: axum::http::Uri = text.parse().ok()?;
+        let written = format!("{}://{}", uri.scheme_str()?, uri.authority()?);
+        if written != text || text.contains('@') || text.chars().any(|c| c.is_ascii_uppercase()) {
+            return None;
+        }
+    }
+    HeaderValue::from_str(text).ok()
 }
 
 /// Measures how long requests wait for being told to come back later.

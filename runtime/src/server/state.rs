@@ -1,6 +1,7 @@
 //! What all handlers share: the configuration, the metrics, and the model once it is loaded.
 
 use super::ServerConfig;
+use super::asked::Room;
 use super::auth::Keys;
 use super::error::ApiError;
 use super::work::Workers;
@@ -11,6 +12,7 @@ use std::collections::BTreeSet;
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use tokio::sync::Semaphore;
 
 /// What a server says of its model.
 #[derive(Debug, Clone, Default)]
@@ -85,6 +87,8 @@ pub struct AppState {
     pub progress: Arc<LoadProgress>,
     /// Threads for rendering and tokenising.
     pub workers: Workers,
+    /// What is left of the memory for bodies, in units of [`Room::UNIT`].
+    pub bodies: Arc<Semaphore>,
     served: OnceLock<Arc<Served>>,
     draining: AtomicBool,
     warned: Mutex<BTreeSet<String>>,
@@ -98,6 +102,7 @@ impl AppState {
     pub fn new(config: ServerConfig, metrics: Arc<Metrics>) -> io::Result<Self> {
         Ok(Self {
             keys: Keys::new(&config.api_keys),
+            bodies: Arc::new(Semaphore::new(config.max_bodies_bytes.div_ceil(Room::UNIT).min(Semaphore::MAX_PERMITS))),
             config,
             metrics,
             progress: Arc::default(),

@@ -15,8 +15,9 @@ use std::sync::Arc;
 /// As an [`ApiError`].
 pub async fn tokenize(State(state): State<Arc<AppState>>, request: Request) -> Result<axum::Json<Value>, ApiError> {
     let served = state.served()?;
-    let object = read_object(request, &state).await?;
+    let (object, room) = read_object(request, &state).await?;
     let work = move || {
+        let _room = room;
         let fields = Fields::new(&object);
         let model = fields.string("model")?.map(str::to_owned);
         let tokens = if fields.value("messages").is_some() {
@@ -56,7 +57,7 @@ pub async fn tokenize(State(state): State<Arc<AppState>>, request: Request) -> R
 /// As an [`ApiError`].
 pub async fn detokenize(State(state): State<Arc<AppState>>, request: Request) -> Result<axum::Json<Value>, ApiError> {
     let served = state.served()?;
-    let object = read_object(request, &state).await?;
+    let (object, _room) = read_object(request, &state).await?;
     let fields = Fields::new(&object);
     state.check_model(fields.string("model")?)?;
     let tokens = fields.token_ids("tokens")?.ok_or_else(|| ApiError::bad_field("tokens", "is missing"))?;

@@ -8,13 +8,16 @@ use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use tokio::sync::oneshot;
 
+/// Threads: together they tokenise some megabytes a second, many times what devices compute of prompts.
+const MOST: usize = 4;
+
 type Job = Box<dyn FnOnce() + Send>;
 
 /// Threads for rendering and tokenising, which takes a good part of a second for a megabyte of text.
 ///
-/// There are as many as processors, and they live as long as the server. The one that was idle last gets the
-/// next job, so that only as many are ever used as jobs were under way at once: tokenizer and allocator keep for
-/// each thread what it needed most, and with jobs that go around all of them would grow towards that for hours.
+/// There are as many as processors, but at most [`MOST`], and they live as long as the server. The one that was idle
+/// last gets the next job, so that only as many are ever used as jobs were under way at once: the allocator keeps
+/// for each thread what it needed most, and with jobs that go around all of them would grow towards that for hours.
 /// They end when the last handle is dropped.
 #[derive(Debug, Clone)]
 pub struct Workers {
@@ -57,7 +60,7 @@ impl Workers {
     /// # Errors
     /// The operating system's, where it has no thread to give.
     pub fn start() -> io::Result<Self> {
-        let count = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+        let count = std::thread::available_parallelism().map_or(1, std::num::NonZero::get).min(MOST);
         Self::with_threads(count)
     }
 

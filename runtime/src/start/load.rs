@@ -252,7 +252,8 @@ impl Ready {
             generation_config: assets.generation_config.as_deref(),
             config: Some(config.as_bytes()),
         });
-        let mut text = text.map_err(|e| Failure::new(3, e))?;
+        let text = text.map_err(|e| Failure::new(3, e))?;
+        let mut text = text.with_limit(self.model.info().context_length);
         if let Some(path) = &cli.server.chat_template {
             let template = std::fs::read_to_string(path)
                 .map_err(|e| Failure::new(6, anyhow::Error::new(e).context(path.display().to_string())))?;

@@ -44,6 +44,9 @@ fn config(cli: &Cli) -> Result<ServerConfig, Failure> {
         }
         api_keys.extend(keys);
     }
+    if let Some(fault) = api_keys.iter().find_map(|key| Keys::fault(key)) {
+        return Err(Failure::new(2, anyhow::anyhow!("an API key {fault}; no request could bring it")));
+    }
     Ok(ServerConfig {
         endpoint: match &args.uds {
             Some(path) => Endpoint::Unix(path.clone()),

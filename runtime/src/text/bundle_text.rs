@@ -109,6 +109,16 @@ impl BundleText {
         Ok(())
     }
 
+    /// Refuses texts that have far more tokens than a model with a context of `tokens` takes; before anybody else has the
+    /// tokenizer.
+    #[must_use]
+    pub fn with_limit(mut self, tokens: usize) -> Self {
+        if let Some(tokenizer) = Arc::get_mut(&mut self.tokenizer) {
+            tokenizer.limit(tokens);
+        }
+        self
+    }
+
     /// The tokenizer.
     pub fn tokenizer(&self) -> &Arc<Tokenizer> {
         &self.tokenizer

@@ -38,6 +38,12 @@ pub enum TextError {
     /// The tokenizer refused a text.
     #[error("the tokenizer could not encode the text: {0}")]
     Encode(String),
+    /// A text has far more tokens than the model can take; how many was not counted to the end.
+    #[error("the text has more than {most} tokens, which are more than this model takes; shorten it")]
+    TooLong {
+        /// Tokens that it has more than.
+        most: usize,
+    },
     /// The bundle has no chat template, and a chat was asked for.
     #[error("this model has no chat template; use /v1/completions, or start the server with --chat-template")]
     NoChatTemplate,

@@ -13,7 +13,16 @@ pub struct Tokenizer {
     /// One flag per id: a control token that is not text.
     special: Vec<bool>,
     strips_leading_space: bool,
+    /// Tokens that a text may have, where there is a limit.
+    most: usize,
 }
+
+/// Tokens that are always counted to the end: a megabyte of text takes a second at most.
+const LEAST_LIMIT: usize = 1 << 16;
+/// Bytes of a token, at most, in texts that are not looked at before they are taken as a whole: four times what prose has.
+const BYTES_PER_TOKEN: usize = 16;
+/// Bytes of the pieces in which longer texts are looked at.
+const PIECE: usize = 1 << 16;
 
 /// The one part of `tokenizer.json` that the `tokenizers` crate does not show.
 #[derive(Deserialize)]
@@ -59,15 +68,46 @@ impl Tokenizer {
                 *flag = token.special;
             }
         }
-        Ok(Self { inner, bytes, special, strips_leading_space: steps.strips_leading_space() })
+        let strips_leading_space = steps.strips_leading_space();
+        Ok(Self { inner, bytes, special, strips_leading_space, most: usize::MAX })
+    }
+
+    /// Refuses texts that have far more than `tokens` tokens without taking them as a whole: of text, tokenising takes a
+    /// second a megabyte and a hundred times its memory.
+    pub fn limit(&mut self, tokens: usize) {
+        self.most = tokens.max(LEAST_LIMIT);
+    }
+
+    /// Counts the tokens of a long text piece by piece, until they are too many. Cutting a text changes the tokens around the
+    /// cut only, so that with twice as many in its pieces there are too many in the whole.
+    fn refuse_long(&self, text: &str) -> Result<(), TextError> {
+        if text.len() / BYTES_PER_TOKEN <= self.most {
+            return Ok(());
+        }
+        let (mut rest, mut count) = (text, 0usize);
+        while !rest.is_empty() {
+            let (piece, after) = rest.split_at(rest.floor_char_boundary(PIECE));
+            count += self.encode_whole(piece, false)?.len();
+            if count / 2 > self.most {
+                return Err(TextError::TooLong { most: self.most });
+            }
+            rest = after;
+        }
+        Ok(())
     }
 
     /// Token ids of `text`. Markers of special tokens in the text become those tokens; with
     /// `add_special_tokens` the tokenizer also adds what its post-processor says, such as a BOS.
     ///
     /// # Errors
-    /// [`TextError::Encode`] where the tokenizer cannot represent the text.
+    /// [`TextError::Encode`] where the tokenizer cannot represent the text; [`TextError::TooLong`] where it is far beyond the
+    /// [limit](Self::limit).
     pub fn encode(&self, text: &str, add_special_tokens: bool) -> Result<Vec<u32>, TextError> {
+        self.refuse_long(text)?;
+        self.encode_whole(text, add_special_tokens)
+    }
+
+    fn encode_whole(&self, text: &str, add_special_tokens: bool) -> Result<Vec<u32>, TextError> {
         self.inner
             .encode_fast(text, add_special_tokens)
             .map(|encoding| encoding.get_ids().to_vec())
@@ -146,6 +186,22 @@ mod tests {
             assert_eq!(ids.len(), text.len());
             assert_eq!(tokenizer.decode(&ids, true), text);
         }
+    }
+
+    #[test]
+    fn texts_far_beyond_the_limit_are_refused_and_others_counted() {
+        let mut tokenizer = byte_tokenizer();
+        let text = |bytes: usize| "\u{e9}".repeat(bytes / 2);
+        let long = text(BYTES_PER_TOKEN * (LEAST_LIMIT + 1));
+        assert_eq!(tokenizer.encode(&long, false).unwrap().len(), long.len());
+        tokenizer.limit(7);
+        assert!(matches!(tokenizer.encode(&long, false), Err(TextError::TooLong { most: LEAST_LIMIT })));
+        // What is not very long is counted, so that its writer learns by how much it is too long.
+        let shorter = text(BYTES_PER_TOKEN * LEAST_LIMIT);
+        assert_eq!(tokenizer.encode(&shorter, false).unwrap().len(), shorter.len());
+        // As is a long one that has few tokens after all.
+        tokenizer.limit(long.len());
+        assert_eq!(tokenizer.encode(&long, false).unwrap().len(), long.len());
     }
 
     #[test]

@@ -81,7 +81,7 @@ pub async fn count_tokens(
     request: Request,
 ) -> Result<axum::Json<Value>, MessageError> {
     let served = state.served()?;
-    let object = read_object(request, &state).await?;
+    let (object, _room) = read_object(request, &state).await?;
     let fields = Fields::new(&object);
     let request = read(&fields, true)?;
     state.warn_unknown(&fields.unknown());

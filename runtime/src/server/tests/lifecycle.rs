@@ -237,6 +237,51 @@ async fn unix_sockets_are_bound_and_removed() {
     stop.send(true).unwrap();
     serving.await.unwrap();
     assert!(!path.exists());
+
+    // A server that never gets to serve leaves nothing, and none removes the socket of the one after it.
+    drop(Bound::bind(&endpoint).await.unwrap());
+    assert!(!path.exists());
+    let first = Bound::bind(&endpoint).await.unwrap();
+    std::fs::remove_file(&path).unwrap();
+    let second = Bound::bind(&endpoint).await.unwrap();
+    drop(first);
+    assert!(path.exists());
+    drop(second);
+    assert!(!path.exists());
+}
+
+#[tokio::test]
+async fn bodies_have_a_bounded_share_of_memory() {
+    let config = ServerConfig { max_bodies_bytes: 64 << 10, ..ServerConfig::default() };
+    let rig = rig_with(letters(), 8, config).await;
+    let large = json!({"prompt": "a".repeat(100 << 10)});
+    for _ in 0..3 {
+        for path in ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"] {
+            assert_eq!(rig.post(path, large.clone()).await.error(429)["code"], "queue_full", "{path}");
+        }
+        // What was taken for a body goes back with its answer.
+        for _ in 0..4 {
+            let fits = json!({"prompt": "a".repeat(40 << 10)});
+            assert!(rig.post("/tokenize", fits).await.json()["count"].is_u64());
+        }
+        rig.complete(json!({})).await.json();
+    }
+    assert_eq!(rig.state.bodies.available_permits(), 64);
+}
+
+#[tokio::test]
+async fn origins_are_those_that_browsers_send() {
+    let config = |origin: &str| ServerConfig { allowed_origins: vec![origin.to_owned()], ..ServerConfig::default() };
+    let metrics = || Arc::new(Metrics::new("vt"));
+    for good in ["*", "null", "https://example.org", "http://localhost:3000", "http://[::1]:8080", "app://x"] {
+        let state = Arc::new(AppState::new(config(good), metrics()).unwrap());
+        assert!(router(&state).is_ok(), "{good}");
+    }
+    for bad in ["", "a b", "example.org", "https://example.org/", "https://Example.org", "https://u@example.org", "//x"]
+    {
+        let state = Arc::new(AppState::new(config(bad), metrics()).unwrap());
+        assert_eq!(router(&state).err().as_deref(), Some(bad));
+    }
 }
 
 #[tokio::test]
