@@ -128,10 +128,13 @@ impl<'a> Fields<'a> {
         if range.contains(&number) {
             Ok(Some(number))
         } else {
-            Err(ApiError::bad_field(
-                self.name(field),
-                format!("{number} is not between {} and {}", range.start(), range.end()),
-            ))
+            let (least, most) = (range.start(), range.end());
+            // The least positive number is how a range says that 0 is not in it.
+            let message = match *least == f32::MIN_POSITIVE {
+                true => format!("{number} is not above 0 and at most {most}"),
+                false => format!("{number} is not between {least} and {most}"),
+            };
+            Err(ApiError::bad_field(self.name(field), message))
         }
     }
 
@@ -288,6 +291,8 @@ mod tests {
         let fields = Fields::within("outer", &map);
         assert_eq!(fields.integer("a", 0..=9).unwrap(), Some(3));
         assert_eq!(fields.integer("b", i64::MIN..=i64::MAX).unwrap(), Some(-1));
+        let error = fields.number("c", f32::MIN_POSITIVE..=1.0).unwrap_err();
+        assert_eq!(error.message, "outer.c: 5 is not above 0 and at most 1");
         let error = fields.integer("c", 0..=4).unwrap_err();
         assert_eq!(error.message, "outer.c: 5 is not between 0 and 4");
     }

@@ -87,7 +87,7 @@ pub struct AppState {
     pub progress: Arc<LoadProgress>,
     /// Threads for rendering and tokenising.
     pub workers: Workers,
-    /// What is left of the memory for bodies, in units of [`Room::UNIT`].
+    /// What is left of the memory for bodies, in KiB.
     pub bodies: Arc<Semaphore>,
     served: OnceLock<Arc<Served>>,
     draining: AtomicBool,

@@ -3,6 +3,7 @@
 use super::envelope::unix_seconds;
 use super::error::ApiError;
 use super::state::AppState;
+use axum::extract::rejection::PathRejection;
 use axum::extract::{Path, State};
 use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
@@ -71,9 +72,11 @@ pub async fn models(State(state): State<Arc<AppState>>) -> Result<axum::Json<Val
 /// 503 while loading, 404 for another name.
 pub async fn model(
     State(state): State<Arc<AppState>>,
-    Path(name): Path<String>,
+    name: Result<Path<String>, PathRejection>,
 ) -> Result<axum::Json<Value>, ApiError> {
     state.served()?;
+    // What is no UTF-8 is no name.
+    let Ok(Path(name)) = name else { return Err(ApiError::model_not_found("\u{fffd}")) };
     if state.model_names().contains(&name) {
         Ok(axum::Json(card(&state, &name)?))
     } else {

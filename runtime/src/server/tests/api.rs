@@ -411,7 +411,9 @@ async fn models_are_named_and_others_refused() {
     assert_eq!(models["data"][0]["bundle_id"], "fa4e".repeat(16));
     assert_eq!(models["data"][1]["id"], "alias");
     assert_eq!(rig.client.get("/v1/models/org/main").await.json()["max_model_len"], 256);
-    rig.client.get("/v1/models/other").await.error(404);
+    for other in ["other", "%ff", "%00"] {
+        rig.client.get(&format!("/v1/models/{other}")).await.error(404);
+    }
     assert_eq!(rig.complete(json!({"model": "alias"})).await.json()["model"], "alias");
     assert_eq!(rig.complete(json!({})).await.json()["model"], "org/main");
     let error = rig.complete(json!({"model": "gpt-9"})).await.error(404);
