@@ -27,6 +27,12 @@ const SEQUENCES: usize = 32;
 /// Tokens of the prompt that is followed, and of what is generated after it.
 const PROMPT: usize = 37;
 const GENERATED: usize = 24;
+
+/// Whether this runs under a checker (`VT_TEST_SMALL=1`), which makes each launch a thousand times slower.
+fn small() -> bool {
+    std::env::var_os("VT_TEST_SMALL").is_some_and(|v| v == "1")
+}
+
 fn bundles() -> Vec<PathBuf> {
     if std::env::var_os("VT_TEST_CUDA").is_none_or(|v| v != "1") {
         eprintln!("SKIPPED: VT_TEST_CUDA=1 runs this on a device");
@@ -119,7 +125,10 @@ fn check(path: &Path) {
     let before = free(&model);
     let replayed = follow_among_others(&mut model, &text);
     assert_eq!(difference(&among.rows, &replayed.rows), 0.0, "{name}: the same batch gives the same bits");
-    assert_eq!(free(&model), before, "{name}: steps that have been seen allocate nothing on the device");
+    // A checker allocates on its own account.
+    if !small() {
+        assert_eq!(free(&model), before, "{name}: steps that have been seen allocate nothing on the device");
+    }
     drop(model);
 
     let mut eager = cuda(path, CudaKvType::Bf16, false, false);

@@ -6,7 +6,7 @@
 use crate::compare::{choice, row_difference};
 use crate::models::{ROOM, Sequences, ids};
 use crate::routing::{first_other, given};
-use crate::{GENERATED, SEQUENCES};
+use crate::{GENERATED, SEQUENCES, small};
 use serde_json::Value;
 use std::path::Path;
 use vt_bundle::mmap::ContiguousMap;
@@ -159,9 +159,7 @@ fn generate_routed(model: &mut CudaModel, prompt: &[u32], count: usize) -> (Vec<
 /// Each text alone and in a batch of 32: the same but for close choices, or the same bits.
 pub fn check_batches(name: &str, stored: Option<&Stored>, model: &mut CudaModel, same_bits: bool) {
     let prompts = prompts(stored, model.info().vocab_size);
-    // Under a checker that makes each launch a thousand times slower.
-    let small = std::env::var_os("VT_TEST_SMALL").is_some_and(|v| v == "1");
-    let count = if small { 2 } else { GENERATED };
+    let count = if small() { 2 } else { GENERATED };
     let together = generate(model, &prompts, count);
     let alone: Vec<Greedy> =
         prompts.iter().map(|prompt| generate(model, std::slice::from_ref(prompt), count).remove(0)).collect();
