@@ -6,6 +6,7 @@ use super::config::{LayerConfig, ModelConfig};
 use super::experts::{MlpBuffers, MlpInput};
 use super::graph::{Attention, FeedForward, Graph, VectorRef};
 use super::project::{Compute, FineRows};
+use super::rounding::Rounding;
 use super::routing::{LayerRouting, RoutingTap, StepRouting};
 use super::workspace::{HEAD_ROWS, Workspace};
 use crate::engine::model::{
@@ -40,6 +41,8 @@ pub struct CpuModelOptions {
     pub max_batch_tokens: usize,
     /// Most sequences of one step.
     pub max_batch_sequences: usize,
+    /// Rounds activations further than f32 does; `None` except for measuring.
+    pub rounding: Option<Rounding>,
 }
 
 /// A model that computes on the host, straight from the image of a loaded bundle.
@@ -53,6 +56,7 @@ pub struct CpuModel<A> {
     cx: Context,
     activations: Activations,
     deterministic: bool,
+    rounding: Option<Rounding>,
     cache: KvCache,
     workspace: Workspace,
     info: ModelInfo,
@@ -95,8 +99,20 @@ impl<A: HostArena> CpuModel<A> {
             max_batch_tokens: options.max_batch_tokens,
             max_batch_sequences: options.max_batch_sequences,
         };
-        let CpuModelOptions { activations, deterministic, .. } = *options;
-        Ok(Self { loaded, config, graph, frequencies, cx, activations, deterministic, cache, workspace, info })
+        let CpuModelOptions { activations, deterministic, rounding, .. } = *options;
+        Ok(Self {
+            loaded,
+            config,
+            graph,
+            frequencies,
+            cx,
+            activations,
+            deterministic,
+            rounding,
+            cache,
+            workspace,
+            info,
+        })
     }
 
     /// The weights.
@@ -246,11 +262,13 @@ impl<A: HostArena> CpuModel<A> {
         });
         let (config, layer) = (&self.config, &self.graph.layers[index]);
         let stream = tokens * config.hidden_size;
-        let compute = Compute { cx: &self.cx, loaded: &self.loaded, activations: self.activations };
+        let compute =
+            Compute { cx: &self.cx, loaded: &self.loaded, activations: self.activations, rounding: self.rounding };
         let w = &mut self.workspace;
 
         let norm = Norm { compute: &compute, config };
         norm.apply(&layer.input_norm, &w.residual[..stream], &mut w.vector, &mut w.normed[..stream]);
+        compute.round(&mut w.normed[..stream]);
         let step = AttentionStep { compute: &compute, config, layer: &config.layers[index], index, slots, tokens };
         step.run(&layer.attention, w, &mut self.cache);
         if let Some(post) = &layer.post_attention_norm {
@@ -261,6 +279,7 @@ impl<A: HostArena> CpuModel<A> {
         }
 
         norm.apply(&layer.feed_forward_norm, &w.residual[..stream], &mut w.vector, &mut w.normed[..stream]);
+        compute.round(&mut w.normed[..stream]);
         let fine = FineRows { all: &w.all_rows[..tokens], wanted: &w.fine_rows };
         let mut buffers = MlpBuffers {
             projected: &mut w.projected,
@@ -292,7 +311,8 @@ impl<A: HostArena> CpuModel<A> {
     fn logits(&mut self, batch: &[SequenceStep<'_>], logits: &mut LogitsBuffer) -> Result<(), ModelError> {
         let config = &self.config;
         let hidden = config.hidden_size;
-        let compute = Compute { cx: &self.cx, loaded: &self.loaded, activations: self.activations };
+        let compute =
+            Compute { cx: &self.cx, loaded: &self.loaded, activations: self.activations, rounding: self.rounding };
         let w = &mut self.workspace;
         // Rows asked for, in order, gathered to the front of `block`.
         let rows = w.wanted_rows.len();
@@ -304,6 +324,7 @@ impl<A: HostArena> CpuModel<A> {
         }
         let norm = Norm { compute: &compute, config };
         norm.apply(&self.graph.norm, &w.block[..rows * hidden], &mut w.vector, &mut w.normed[..rows * hidden]);
+        compute.round(&mut w.normed[..rows * hidden]);
         let head = &self.graph.head;
         let out = &mut logits.rows_mut()[..rows * config.vocab_size];
         if head.stride == config.vocab_size {
@@ -377,6 +398,7 @@ impl<A: HostArena> AttentionStep<'_, A> {
         let x = &w.normed[..self.tokens * config.hidden_size];
         let rows = &mut w.projected[..self.tokens * stride];
         self.compute.project(qkv, x, fine, &mut w.scratch, &mut w.vector, rows);
+        self.compute.round(rows);
 
         let heads =
             [(q_at, config.num_heads, &attention_graph.q_norm), (k_at, config.num_kv_heads, &attention_graph.k_norm)];
@@ -388,6 +410,7 @@ impl<A: HostArena> AttentionStep<'_, A> {
             }
             w.rotations[self.layer.rope].apply(cx, rows, stride, at, count, dim);
         }
+        self.compute.round(rows);
         cache.write(cx, self.index, self.slots, rows, stride, k_at, v_at);
         let shape = AttentionShape {
             heads: config.num_heads,
@@ -397,6 +420,7 @@ impl<A: HostArena> AttentionStep<'_, A> {
         };
         let inner = &mut w.inner[..self.tokens * config.query_rows()];
         attention(cx, &shape, cache, self.index, self.slots, rows, stride, q_at, inner);
+        self.compute.round(inner);
         let out = &mut w.block[..self.tokens * config.hidden_size];
         self.compute.project(&attention_graph.output, inner, fine, &mut w.scratch, &mut w.vector, out);
     }

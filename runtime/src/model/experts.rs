@@ -40,6 +40,7 @@ impl<A: HostArena> Compute<'_, A> {
         let tokens = x.len() / mlp.gate_up.k;
         let projected = &mut buffers.projected[..tokens * mlp.gate_up.stride];
         self.project(&mlp.gate_up, x, fine, buffers.scratch, buffers.vector, projected);
+        self.round(projected);
         let inner = &mut buffers.inner[..tokens * mlp.down.k];
         let gate = match activation {
             Activation::Silu => Gate::Silu,
@@ -47,6 +48,7 @@ impl<A: HostArena> Compute<'_, A> {
         };
         let [gate_at, up_at] = [0, 1].map(|i| mlp.gate_up.outputs[i].column);
         gated(self.cx, gate, projected, mlp.gate_up.stride, gate_at, up_at, mlp.down.k, inner);
+        self.round(inner);
         self.project(&mlp.down, inner, fine, buffers.scratch, buffers.vector, out);
     }
 

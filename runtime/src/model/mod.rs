@@ -12,6 +12,7 @@ pub mod graph;
 mod experts;
 mod pair;
 mod project;
+mod rounding;
 mod routing;
 mod workspace;
 
@@ -19,6 +20,7 @@ pub use config::{ConfigError, ModelConfig};
 pub use cpu::{CpuModel, CpuModelOptions};
 pub use cuda::{CudaModel, CudaModelOptions, StepLimits, cuda_workspace_bytes};
 pub use graph::{Graph, GraphError};
+pub use rounding::Rounding;
 pub use routing::{LayerRouting, StepRouting};
 pub use workspace::workspace_bytes;
 

@@ -4,6 +4,7 @@
 
 use super::graph::{Projection, ProjectionOutput};
 use super::pair::PairBuffers;
+use super::rounding::Rounding;
 use crate::load::{HostArena, LoadedBundle};
 use vt_kernels::activation::add_bias;
 use vt_kernels::{Activations, Context, MatmulScratch, matmul};
@@ -57,9 +58,17 @@ pub(super) struct Compute<'a, A> {
     pub cx: &'a Context,
     pub loaded: &'a LoadedBundle<A>,
     pub activations: Activations,
+    pub rounding: Option<Rounding>,
 }
 
 impl<A: HostArena> Compute<'_, A> {
+    /// Rounds activations where the model does.
+    pub(super) fn round(&self, values: &mut [f32]) {
+        if let Some(rounding) = self.rounding {
+            rounding.apply(values);
+        }
+    }
+
     /// `out [T, stride]` of `x [T, K]`. Every logical column is written. `vector` is a buffer for scales and biases.
     pub(super) fn project(
         &self,
@@ -84,6 +93,7 @@ impl<A: HostArena> Compute<'_, A> {
                             *o = v * s;
                         }
                     }
+                    self.round(scaled);
                     &scratch.scaled[..x.len()]
                 }
             };
@@ -140,6 +150,7 @@ impl<A: HostArena> Compute<'_, A> {
         let (down, rest) = buffer.split_at_mut(tokens * branch.down_stride);
         let up = &mut rest[..tokens * branch.up_stride];
         matmul(self.cx, &branch.down.weight(self.loaded), input, self.activations, scratch, down);
+        self.round(down);
         matmul(self.cx, &branch.up.weight(self.loaded), down, self.activations, scratch, up);
         for (from, to) in up.chunks_exact(branch.up_stride).zip(out.chunks_exact_mut(projection.stride)) {
             for (o, v) in to[output.column..][..output.rows].iter_mut().zip(from) {

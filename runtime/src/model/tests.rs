@@ -212,6 +212,7 @@ impl Weights {
             context_length: 64,
             max_batch_tokens: 32,
             max_batch_sequences: 4,
+            rounding: None,
         };
         CpuModel::new(loaded, config, &options)
     }

@@ -179,6 +179,7 @@ impl OpenedCpu {
             context_length: plan.max_model_len,
             max_batch_tokens,
             max_batch_sequences: plan.max_num_seqs,
+            rounding: None,
         };
         let verify = match cli.device.verify {
             None | Some(VerifyArg::Host | VerifyArg::Device) => Verify::Host,

@@ -11,7 +11,7 @@ use vt_run::engine::model::{BLOCK_LEN, LogitsBuffer, LogitsWanted, Model, Sequen
 use vt_run::load::upload::UploadOptions;
 use vt_run::load::{CpuDevice, CudaAccelerator, CudaArena, LoadedBundle, Uploading, Verify};
 use vt_run::model::{
-    ConfigError, CpuModel, CpuModelOptions, CudaModel, CudaModelOptions, ModelConfig, StepLimits, StepRouting,
+    ConfigError, CpuModel, CpuModelOptions, CudaModel, CudaModelOptions, ModelConfig, Rounding, StepLimits, StepRouting,
 };
 
 /// Blocks of the cache for each sequence.
@@ -24,8 +24,18 @@ pub fn config(bundle: &Bundle) -> Result<ModelConfig, ConfigError> {
 }
 
 pub fn cpu(path: &Path) -> CpuModel<ContiguousMap> {
+    changed_cpu(path, None, &|_| ())
+}
+
+/// With activations rounded, and with what `change` makes of the configuration.
+pub fn changed_cpu(
+    path: &Path,
+    rounding: Option<Rounding>,
+    change: &dyn Fn(&mut ModelConfig),
+) -> CpuModel<ContiguousMap> {
     let bundle = Bundle::open(path).unwrap();
-    let config = config(&bundle).unwrap();
+    let mut config = config(&bundle).unwrap();
+    change(&mut config);
     let loaded = LoadedBundle::load(bundle, &CpuDevice::new(2), Verify::Host, &|_| ()).unwrap();
     let options = CpuModelOptions {
         threads: std::thread::available_parallelism().map_or(1, usize::from),
@@ -36,6 +46,7 @@ pub fn cpu(path: &Path) -> CpuModel<ContiguousMap> {
         context_length: ROOM,
         max_batch_tokens: ROOM,
         max_batch_sequences: 1,
+        rounding,
     };
     CpuModel::new(loaded, config, &options).unwrap()
 }
