@@ -301,6 +301,9 @@ fn models() -> Vec<Case> {
         model(24, 2, 256, E4m3, None, None),
         model(22, 2, 64, Bf16, Some(300), Some(20.0)),
         model(13, 1, 8, E4m3, None, None),
+        model(32, 1, 128, Bf16, None, None),
+        model(34, 2, 64, Bf16, Some(200), Some(30.0)),
+        model(64, 1, 256, E4m3, None, None),
     ];
     if small() {
         // Those with kernels of their own on some device, and one with everything.

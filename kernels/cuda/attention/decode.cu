@@ -234,9 +234,10 @@ extern "C" __global__ void __launch_bounds__(kThreads) vt_decode_merge(const __g
             }
         }
     }
+    const uint32_t to = head / p.group * p.group_stride + head % p.group;
 #pragma unroll
     for (uint32_t i = 0; i < 2; ++i) {
         const uint32_t d = 128 * i + lane * 4;
-        if (d < p.dim) vt::write_out(p, p.rows[sequence], head, d, merged[i].sum, merged[i].weight);
+        if (d < p.dim) vt::write_out(p, p.rows[sequence], to, d, merged[i].sum, merged[i].weight);
     }
 }

@@ -54,6 +54,9 @@ struct Decode {
     // First columns of keys and values, and what a stored E4M3 key or value is multiplied by when it is read.
     uint32_t keys_at, values_at;
     float store_key_scale, store_value_scale;
+    // Query heads from a key/value head's first to the next one's: more than `group` where a launch takes a part of each group,
+    // whose first head is the first in x and out. decode_hopper.cu: `group`.
+    uint32_t group_stride;
 };
 
 struct Chunks {
@@ -162,7 +165,7 @@ struct Queries {
     __device__ __forceinline__ void load(const Decode& p, const Unit& u, uint32_t lane) {
         const uint32_t g = lane / 4, t = lane % 4;
         const __nv_bfloat16* row = p.x + static_cast<uint64_t>(u.row) * p.stride + p.queries_at +
-                                   u.head * p.group * p.dim;
+                                   u.head * p.group_stride * p.dim;
 #pragma unroll
         for (uint32_t c = 0; c < Columns; ++c) {
             const uint32_t head = 8 * c + g;
@@ -353,7 +356,7 @@ __device__ __forceinline__ void merge_warps(const Decode& p, const Unit& u, cons
                 const float4 v = *reinterpret_cast<const float4*>(&merge.values[w][h][d]);
                 sum.x += v.x * factor[w], sum.y += v.y * factor[w], sum.z += v.z * factor[w], sum.w += v.w * factor[w];
             }
-            if (u.chunks == 1) write_out(p, u.row, head, d, sum, weight);
+            if (u.chunks == 1) write_out(p, u.row, u.head * p.group_stride + h, d, sum, weight);
             else leave(record, head, d, sum, most, weight);
         }
     }

@@ -134,6 +134,7 @@ struct Decode {
     values_at: u32,
     store_key_scale: f32,
     store_value_scale: f32,
+    group_stride: u32,
 }
 
 /// As in `cuda/attention/prefill.cuh`.
@@ -209,16 +210,40 @@ pub struct Attention {
 
 /// Query heads that one column of a product holds.
 const MAX_GROUP_OF_COLUMNS: u32 = 8;
-/// Largest number of query heads for one key/value head.
-const MAX_GROUP: usize = 16;
+/// Query heads of one key/value head that a launch of decode takes; larger groups are launches one after the other.
+const MAX_GROUP_OF_LAUNCH: u32 = 16;
+/// Largest number of query heads for one key/value head: a tile of prefill has a row for each.
+const MAX_GROUP: usize = 64;
+
+/// Whether there are kernels for `heads` query heads over `kv_heads` key/value heads of `dim` elements, on any device: known
+/// before anything is loaded.
+///
+/// # Errors
+/// [`CudaError::Unsupported`] where the query heads are no multiple of the key/value heads, more than 64 share one, or a
+/// head has more than 256 elements or no multiple of 8.
+pub fn check_heads(heads: usize, kv_heads: usize, dim: usize) -> Result<(), CudaError> {
+    let op = "attention";
+    let divides = kv_heads > 0 && heads > 0 && heads.is_multiple_of(kv_heads);
+    require(divides, op, || format!("{heads} query heads over {kv_heads} key/value heads"))?;
+    let group = heads / kv_heads;
+    require(group <= MAX_GROUP, op, || format!("{group} query heads for each key/value head (at most {MAX_GROUP})"))?;
+    require(heads <= 65_535, op, || format!("{heads} query heads"))?;
+    let aligned = dim > 0 && dim <= 256 && dim.is_multiple_of(8);
+    require(aligned, op, || format!("heads of {dim} elements (a multiple of 8, at most 256)"))
+}
+
+/// Query heads of one key/value head that each launch of decode takes, but for the last one, which takes what is left.
+fn heads_of_launch(group: u32) -> u32 {
+    group.div_ceil(group.div_ceil(MAX_GROUP_OF_LAUNCH))
+}
 
 impl Attention {
     /// Loads the kernels for layers of `heads` query heads over a cache, and over others of its shape and type (where the
     /// kernels that every device has serve).
     ///
     /// # Errors
-    /// [`CudaError::Unsupported`] where the heads are no multiple of the cache's, or more than 16 share one;
-    /// [`CudaError::NotBuilt`] or [`CudaError::NoKernelImage`] where there are no kernels for the device.
+    /// [`CudaError::Unsupported`] as [`check_heads`]; [`CudaError::NotBuilt`] or [`CudaError::NoKernelImage`] where there are
+    /// no kernels for the device.
     pub fn new(context: &Arc<CudaContext>, heads: usize, cache: &CudaKvCache) -> Result<Self, CudaError> {
         let hopper = Hopper::new(context, cache)?;
         Self::with(context, heads, cache, hopper)
@@ -240,10 +265,8 @@ impl Attention {
     ) -> Result<Self, CudaError> {
         let op = "attention";
         let KvShape { kv_heads, head_dim: dim, .. } = *cache.shape();
-        let group = heads / kv_heads.max(1);
-        let divides = kv_heads > 0 && heads.is_multiple_of(kv_heads) && group > 0 && group <= MAX_GROUP;
-        require(divides, op, || format!("{heads} query heads over {kv_heads} key/value heads"))?;
-        require(heads <= 65_535, op, || format!("{heads} query heads"))?;
+        check_heads(heads, kv_heads, dim)?;
+        let group = (heads / kv_heads) as u32;
         let dim = dim as u32;
         let padded = |dims: u32| dim <= dims;
         let decode_dim = DECODE_DIMS.iter().find(|(dims, _)| padded(*dims));
@@ -251,7 +274,7 @@ impl Attention {
         let (Some((decode_dim, blocks)), Some((prefill_dim, rows))) = (decode_dim, prefill_dim) else {
             return Err(CudaError::Unsupported { op, what: format!("heads of {dim} elements") });
         };
-        let columns = if group as u32 <= MAX_GROUP_OF_COLUMNS { 1 } else { 2 };
+        let columns = if heads_of_launch(group) <= MAX_GROUP_OF_COLUMNS { 1 } else { 2 };
         let name = |text: String| CString::new(text).map_err(|_| CudaError::NotBuilt);
         let type_name = cache.dtype().name();
 
@@ -290,7 +313,7 @@ impl Attention {
 
     /// Attention of one token of each sequence. `workspace_at` is the address of `workspace`'s bytes, which one stream
     /// uses at a time; no length may exceed the workspace's context. One launch, or two, the second for what long contexts
-    /// were cut into.
+    /// were cut into; as many again for each further 16 query heads of a key/value head.
     ///
     /// With `projected`, where [`Attention::takes_projected`] says so, the heads of the rows are normed and rotated on the
     /// way, and keys and values written into the cache. What the cache holds of earlier positions, the lengths and the
@@ -325,7 +348,8 @@ impl Attention {
         };
         require(projected.is_none_or(takes), op, || format!("{projected:?} in rows of {}", batch.stride))?;
         let (q_norm, k_norm) = projected.and_then(|p| p.norms).unwrap_or((0, 0));
-        let parameters = Decode {
+        let group = self.heads / self.kv_heads;
+        let whole = Decode {
             x: batch.x,
             out: batch.out,
             cache: cache.layer(layer)?,
@@ -341,7 +365,7 @@ impl Attention {
             sequences: sequences as u32,
             table_stride: batch.table_stride as u32,
             kv_heads: self.kv_heads,
-            group: self.heads / self.kv_heads,
+            group,
             dim: self.dim,
             window: window(shape),
             scores: Scores::new(shape, self.key_scale(scales)),
@@ -356,16 +380,42 @@ impl Attention {
             values_at: projected.map_or(0, |p| p.values_at) as u32,
             store_key_scale: scales.key,
             store_value_scale: scales.value,
+            group_stride: group,
         };
+        let part = heads_of_launch(group);
+        for first in (0..group).step_by(part as usize) {
+            let column = first * self.dim;
+            let parameters = Decode {
+                out: batch.out + 2 * u64::from(column),
+                queries_at: whole.queries_at + column,
+                group: part.min(group - first),
+                ..whole
+            };
+            self.decode_part(stream, layer, cache, parameters, workspace)?;
+        }
+        Ok(())
+    }
+
+    /// Decode of the query heads that `parameters` name.
+    fn decode_part(
+        &self,
+        stream: &CudaStream,
+        layer: usize,
+        cache: &CudaKvCache,
+        parameters: Decode,
+        workspace: &DecodeWorkspace,
+    ) -> Result<(), CudaError> {
+        let sequences = parameters.sequences as usize;
         let chunks = workspace.max_context.div_ceil(LONGEST_CHUNK).max(FEW_CHUNKS) + 1;
         let units = (sequences * chunks).saturating_mul(self.kv_heads as usize);
-        let special = self.hopper_for(cache).and_then(|kernels| kernels.decode(stream, layer, units, parameters));
+        let special = self.hopper_for(cache).filter(|kernels| kernels.has_decode(parameters.group_stride));
+        let special = special.and_then(|kernels| kernels.decode(stream, layer, units, parameters));
         match special {
             Some(launched) if sequences <= FEW_SEQUENCES => return launched,
             Some(launched) => launched?,
             None => {
                 let blocks = units.min(self.decode_blocks as usize) as u32;
-                let shared = self.decode_shared + 4 * (sequences as u32 + 1);
+                let shared = self.decode_shared + 4 * (parameters.sequences + 1);
                 // SAFETY: `Decode` is the kernel's parameter; what its addresses name is as large as the batch and the
                 // workspace say, and the caller keeps it.
                 unsafe {
@@ -377,7 +427,7 @@ impl Attention {
         if workspace.max_context <= SHORTEST_CHUNK {
             return Ok(());
         }
-        let blocks = (sequences as u32 * self.heads).div_ceil(WARPS);
+        let blocks = (parameters.sequences * self.kv_heads * parameters.group).div_ceil(WARPS);
         // SAFETY: as above.
         unsafe { self.merge.launch_early(stream, [blocks, 1, 1], [THREADS, 1, 1], 0, &mut arguments![parameters]) }
     }

@@ -35,7 +35,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 use step::{StepLayout, StepShape};
 use vt_bundle::Bundle;
-use vt_kernels::cuda::attention::DecodeWorkspace;
+use vt_kernels::cuda::attention::{DecodeWorkspace, check_heads};
 use vt_kernels::cuda::kv_cache::{CudaKvCache, CudaKvType, KvScales};
 use vt_kernels::cuda::sampling::SamplingResult;
 use vt_kernels::cuda::{CudaError, CudaGraph, CudaStream, DeviceMemory, Inbox, Outbox, Stopwatch};
@@ -74,6 +74,7 @@ pub fn cuda_workspace_bytes(
     bundle: &Bundle,
     limits: &StepLimits,
 ) -> Result<Option<u64>, LoadError> {
+    check_heads(config.num_heads, config.num_kv_heads, config.head_dim).map_err(|e| failed(&e))?;
     let graph = Graph::resolve(config, bundle)?;
     let (_, constants) = Builder::new(config, bundle, 0).build(&graph, None)?;
     Ok(WorkspaceLayout::new(config, &graph, limits, constants.bytes(), GEMM_BYTES, false).map(|layout| layout.bytes))
