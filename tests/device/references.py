@@ -3,8 +3,8 @@
 
     references.py BUNDLES CHECKPOINTS
 
-CHECKPOINTS is the folder with modelopt/ and gguf/; a bundle is named as pack.sh names it. Prompts of real models that have no
-stored text are in prompts.json beside this program. Standard library only.
+CHECKPOINTS is the folder with modelopt/ and gguf/; a bundle is named as pack.sh names it. Further texts of real models are in
+prompts.json beside this program. Standard library only.
 """
 
 import json
@@ -46,7 +46,8 @@ def main():
     for path in checkpoints.glob("gguf/oracle/*.json"):
         found[f"tiny-{path.stem}"] = found[path.stem] = of_oracle(path)
     prompts = json.loads(Path(__file__).with_name("prompts.json").read_text())
-    found.update(prompts["models"])
+    for name, stored in prompts["models"].items():
+        found[name] = {"prompt": stored["texts"][0]["prompt"], "texts": stored["texts"]}
     for manifest in bundles.glob("*/manifest.json"):
         name = manifest.parent.name
         if name in found:

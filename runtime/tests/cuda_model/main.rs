@@ -8,19 +8,21 @@
 
 mod choices;
 mod compare;
+mod mistakes;
 mod models;
 mod routing;
+mod stored;
 mod text;
 
 use choices::check_choices;
-use compare::{Compared, Followed, choice, difference};
-use models::{Sequences, config, cpu, cuda, ids};
+use compare::{Compared, Followed, Noise, choice, difference};
+use models::{Sequences, changed_cpu, config, cpu, cuda, ids};
 use std::path::{Path, PathBuf};
 use text::{Stored, check_against_cpu, check_batches};
 use vt_bundle::Bundle;
 use vt_kernels::cuda::kv_cache::CudaKvType;
 use vt_run::engine::model::Model;
-use vt_run::model::{ConfigError, CudaModel, StepRouting};
+use vt_run::model::{ConfigError, CudaModel, Rounding, StepRouting};
 
 /// Sequences of the largest batch.
 const SEQUENCES: usize = 32;
@@ -33,12 +35,20 @@ fn small() -> bool {
     std::env::var_os("VT_TEST_SMALL").is_some_and(|v| v == "1")
 }
 
-fn bundles() -> Vec<PathBuf> {
-    if std::env::var_os("VT_TEST_CUDA").is_none_or(|v| v != "1") {
+/// Whether there is a device to test.
+fn on_a_device() -> bool {
+    let asked = std::env::var_os("VT_TEST_CUDA").is_some_and(|v| v == "1");
+    if !asked {
         eprintln!("SKIPPED: VT_TEST_CUDA=1 runs this on a device");
-        return Vec::new();
     }
-    let folder = std::env::var_os("VT_TEST_BUNDLES").expect("VT_TEST_BUNDLES names a folder of bundles");
+    asked
+}
+
+fn bundles() -> Vec<PathBuf> {
+    let Some(folder) = std::env::var_os("VT_TEST_BUNDLES") else {
+        eprintln!("SKIPPED: VT_TEST_BUNDLES names a folder of bundles");
+        return Vec::new();
+    };
     let entries = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
     let mut found: Vec<_> = entries.filter(|path| path.join("manifest.json").is_file()).collect();
     found.sort();
@@ -60,6 +70,21 @@ fn reference(model: &mut dyn Model) -> (Vec<u32>, Vec<Vec<f32>>) {
         rows.extend(sequences.step(model, &[(0, position, 1)], true));
     }
     (sequences.ids.remove(0), rows)
+}
+
+/// To bf16, and to three grids between its values and twice its values.
+fn roundings() -> impl Iterator<Item = Rounding> {
+    (0..4u8).map(|i| Rounding::new((f32::from(i) / 4.0).exp2()))
+}
+
+/// What rounding alone makes of the logits of a text, whose f32 logits are `expected`.
+fn noise(path: &Path, text: &[u32], expected: &[Vec<f32>]) -> Noise {
+    Noise::new(expected, roundings().map(|rounding| rows(&mut changed_cpu(path, Some(rounding), &|_| ()), text)))
+}
+
+/// Logits of every position of a text, as one prompt.
+fn rows(model: &mut dyn Model, text: &[u32]) -> Vec<Vec<f32>> {
+    Sequences::new(vec![text.to_vec()], 1, model.info().vocab_size).step(model, &[(0, 0, text.len())], true)
 }
 
 /// Every position of `text` on CUDA, the prompt in pieces of the given lengths and the rest token by token.
@@ -106,7 +131,8 @@ fn check(path: &Path) {
     let stored = Stored::of(path);
     let mut on_cpu = cpu(path);
     let (text, own) = reference(&mut on_cpu);
-    let mut compared = Compared { text, own, cpu: on_cpu };
+    let rounded = roundings().map(|rounding| changed_cpu(path, Some(rounding), &|_| ())).collect();
+    let mut compared = Compared::new(text, own, on_cpu, rounded);
     let text = compared.text.clone();
 
     let mut model = cuda(path, CudaKvType::Bf16, false, true);
@@ -119,6 +145,7 @@ fn check(path: &Path) {
     let among = follow_among_others(&mut model, &text);
     measured = measured.max(compared.check(&format!("{name} among others"), &among));
     check_against_cpu(&name, stored.as_ref(), &mut compared.cpu, &mut model, measured);
+    stored::check_on_device(path, &name, &mut compared.cpu, &mut compared.rounded);
     check_batches(&name, stored.as_ref(), &mut model, false);
     check_choices(&name, &mut model);
     let free = |model: &CudaModel| model.loaded().arena().memory().context().memory().unwrap().free;
@@ -157,9 +184,16 @@ fn check(path: &Path) {
 }
 
 #[test]
+fn stored_texts_are_the_cpus() {
+    for path in bundles() {
+        stored::check_on_cpu(&path, &path.file_name().unwrap().to_string_lossy());
+    }
+}
+
+#[test]
 fn logits_are_the_cpus() {
     let mut failed = Vec::new();
-    for path in bundles() {
+    for path in if on_a_device() { bundles() } else { Vec::new() } {
         let started = std::time::Instant::now();
         let path_name = path.display().to_string();
         if std::panic::catch_unwind(|| check(&path)).is_err() {

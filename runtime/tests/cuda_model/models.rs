@@ -18,6 +18,11 @@ use vt_run::model::{
 const BLOCKS: usize = (PROMPT + GENERATED).div_ceil(BLOCK_LEN) + 1;
 /// Positions that a sequence has room for.
 pub const ROOM: usize = BLOCKS * BLOCK_LEN;
+/// Blocks and positions of a long sequence.
+const LONG_BLOCKS: usize = 48;
+pub const LONG_ROOM: usize = LONG_BLOCKS * BLOCK_LEN;
+/// Tokens of the largest step.
+const STEP: usize = 600;
 
 pub fn config(bundle: &Bundle) -> Result<ModelConfig, ConfigError> {
     ModelConfig::from_manifest(&bundle.manifest().model)
@@ -42,9 +47,9 @@ pub fn changed_cpu(
         activations: Activations::F32,
         deterministic: false,
         kv_type: KvType::F32,
-        kv_blocks: BLOCKS,
-        context_length: ROOM,
-        max_batch_tokens: ROOM,
+        kv_blocks: LONG_BLOCKS,
+        context_length: LONG_ROOM,
+        max_batch_tokens: STEP,
         max_batch_sequences: 1,
         rounding,
     };
@@ -52,14 +57,26 @@ pub fn changed_cpu(
 }
 
 pub fn cuda(path: &Path, kv_type: CudaKvType, deterministic: bool, graphs: bool) -> CudaModel {
+    let limits = StepLimits { tokens: STEP, sequences: SEQUENCES, context: ROOM };
+    let kv_blocks = SEQUENCES * BLOCKS;
+    let options = CudaModelOptions { kv_type, kv_blocks, limits, deterministic, graphs, keep_routing: true };
+    cuda_with(path, &options)
+}
+
+/// For one long sequence.
+pub fn long_cuda(path: &Path, deterministic: bool) -> CudaModel {
+    let limits = StepLimits { tokens: STEP, sequences: 1, context: LONG_ROOM };
+    let (kv_type, kv_blocks) = (CudaKvType::Bf16, LONG_BLOCKS);
+    let options = CudaModelOptions { kv_type, kv_blocks, limits, deterministic, graphs: true, keep_routing: false };
+    cuda_with(path, &options)
+}
+
+fn cuda_with(path: &Path, options: &CudaModelOptions) -> CudaModel {
     let bundle = Bundle::open(path).unwrap();
     let config = config(&bundle).unwrap();
     let uploading = Uploading { accelerator: CudaAccelerator::new(0).unwrap(), options: UploadOptions::default() };
     let loaded: LoadedBundle<CudaArena> = LoadedBundle::load(bundle, &uploading, Verify::Device, &|_| ()).unwrap();
-    let limits = StepLimits { tokens: 600, sequences: SEQUENCES, context: ROOM };
-    let options =
-        CudaModelOptions { kv_type, kv_blocks: SEQUENCES * BLOCKS, limits, deterministic, graphs, keep_routing: true };
-    CudaModel::new(loaded, config, &options).unwrap()
+    CudaModel::new(loaded, config, options).unwrap()
 }
 
 /// Token ids that a vocabulary surely has, different for every `seed`.
@@ -97,6 +114,13 @@ impl Sequences {
     pub fn new(ids: Vec<Vec<u32>>, places: usize, vocabulary: usize) -> Self {
         let blocks = (0..ids.len()).map(|s| (0..BLOCKS).map(|b| (b * places + s) as u32).collect()).collect();
         Self { ids, blocks, logits: LogitsBuffer::new(vocabulary) }
+    }
+
+    /// One sequence, which may be long, in blocks that lie backwards.
+    pub fn long(ids: Vec<u32>, vocabulary: usize) -> Self {
+        assert!(ids.len() <= LONG_ROOM, "{} tokens", ids.len());
+        let blocks = (0..LONG_BLOCKS as u32).rev().collect();
+        Self { ids: vec![ids], blocks: vec![blocks], logits: LogitsBuffer::new(vocabulary) }
     }
 
     /// One step over the tokens `start .. start + count` of each sequence named; rows of logits of the first one, of all

@@ -1,0 +1,64 @@
+//! Mistakes that a forward pass could have are not taken for rounding. On the CPU alone.
+
+use crate::models::{changed_cpu, config, cpu};
+use crate::{bundles, noise, reference, rows};
+use vt_bundle::Bundle;
+use vt_run::model::ModelConfig;
+use vt_run::model::config::Activation;
+
+/// A mistake, and what it makes of a configuration; `false` where it changes nothing there.
+type Mistake = (&'static str, fn(&mut ModelConfig) -> bool);
+
+const MISTAKES: [Mistake; 6] = [
+    ("scores 10 % too large", |c| {
+        c.attention_scale *= 1.1;
+        true
+    }),
+    ("one layer sees 8 positions", |c| {
+        c.layers[1].window = Some(8);
+        true
+    }),
+    ("one layer turns by another rotary embedding", |c| {
+        let (several, middle) = (c.ropes.len() == 2, c.layers.len() / 2);
+        if several {
+            c.layers[middle].rope = 1 - c.layers[middle].rope;
+        }
+        several
+    }),
+    ("the other gate", |c| {
+        c.activation = match c.activation {
+            Activation::Silu => Activation::GeluTanh,
+            Activation::GeluTanh => Activation::Silu,
+        };
+        true
+    }),
+    ("a soft cap of scores that is not there", |c| c.attention_softcap.replace(1.0).is_none()),
+    ("embeddings 5 % too small", |c| {
+        c.embedding_scale *= 0.95;
+        true
+    }),
+];
+
+#[test]
+fn mistakes_are_not_rounding() {
+    for path in bundles() {
+        let name = path.file_name().unwrap().to_string_lossy().into_owned();
+        // In a mixture of experts the comparison is by a device's choice of experts.
+        let Some(original) = config(&Bundle::open(&path).unwrap()).ok().filter(|config| config.moe.is_none()) else {
+            continue;
+        };
+        let (text, expected) = reference(&mut cpu(&path));
+        let noise = noise(&path, &text, &expected);
+        for (what, change) in MISTAKES {
+            if !change(&mut original.clone()) {
+                continue;
+            }
+            let apply = |config: &mut ModelConfig| {
+                change(config);
+            };
+            let judged = noise.judge(&expected, &rows(&mut changed_cpu(&path, None, &apply), &text));
+            eprintln!("{name}, {what}: {judged}");
+            assert!(!judged.is_rounding(), "{name}: {what} is taken for rounding");
+        }
+    }
+}
