@@ -80,17 +80,32 @@ if [ "${1:-}" != --sanitize ]; then
     exit $status
 fi
 export VT_TEST_SMALL=1 VT_TEST_ONLY=${VT_TEST_ONLY:-qwen3_moe-nvfp4}
-for tool in memcheck racecheck initcheck synccheck; do
+# One test of a program under a tool.
+check() {
+    log=$(basename "$2").$3.$1.log
+    timeout "${VT_TEST_LIMIT:-120}" compute-sanitizer --tool "$1" --report-api-errors no --error-exitcode 9 "$2" --exact "$3" >"$log" 2>&1
+    ended=$?
+    echo "$1 $2 $3: exit $ended; $(grep -E 'ERROR SUMMARY|RACECHECK SUMMARY' "$log" | tail -1)"
+    return $ended
+}
+# A test asks for an error of the API on purpose. A model sees how much memory is free, so that nothing may run beside it; the
+# other tools would take minutes over it, and the other tests launch its kernels.
+check memcheck ./cuda_model logits_are_the_cpus || status=1
+running=()
+for tool in racecheck memcheck initcheck synccheck; do
     for test in ./cuda_*; do
-        # A test asks for an error of the API on purpose. The other tools would take minutes over a model, whose kernels the other tests launch.
-        [ "$tool" = memcheck ] || [ "$test" != ./cuda_model ] || continue
-        log=$(basename "$test").$tool.log
-        timeout "${VT_TEST_LIMIT:-120}" compute-sanitizer --tool $tool --report-api-errors no --error-exitcode 9 "$test" >"$log" 2>&1
-        ended=$?
-        echo "$tool $test: exit $ended; $(grep -E 'ERROR SUMMARY|RACECHECK SUMMARY' "$log" | tail -1)"
-        [ $ended = 0 ] || status=1
+        [ "$test" != ./cuda_model ] || continue
+        for name in $("$test" --list | sed -n 's/: test$//p'); do
+            if [ ${#running[@]} -ge "${VT_TEST_JOBS:-12}" ]; then
+                wait "${running[0]}" || status=1
+                running=("${running[@]:1}")
+            fi
+            check $tool "$test" "$name" &
+            running+=($!)
+        done
     done
 done
+for one in "${running[@]}"; do wait "$one" || status=1; done
 exit $status
 RUN
 chmod +x "$out/run.sh"
