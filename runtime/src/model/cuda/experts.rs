@@ -372,15 +372,16 @@ mod tests {
                 DeviceFeedForward::Dense(_) => panic!("a layer without experts"),
             })
             .collect();
-        let runs =
-            |projection: &ExpertProjection| projection.runs.iter().map(|r| r.experts.clone()).collect::<Vec<_>>();
+        let runs = |projection: &ExpertProjection| {
+            projection.runs.iter().map(|r| (r.experts.start, r.experts.end)).collect::<Vec<_>>()
+        };
         for projection in [&layers[0].gate_up, &layers[0].down] {
-            assert_eq!(runs(projection), [0..4]);
+            assert_eq!(runs(projection), [(0, 4)]);
             // Both matrices of an expert lie between: 80 rows of 24 and 24 rows of 40, at multiples of 256 bytes.
             assert_eq!(projection.runs[0].products[0].matrix.distance, 7680 + 3840);
         }
         for projection in [&layers[1].gate_up, &layers[1].down] {
-            assert_eq!(runs(projection), [0..2, 2..3, 3..4]);
+            assert_eq!(runs(projection), [(0, 2), (2, 3), (3, 4)]);
         }
         let gate_up = &layers[1].gate_up;
         assert_eq!(gate_up.columns, ExpertColumns { starts: vec![0, 64], stride: 128 });
