@@ -145,7 +145,7 @@ fn main() -> Outcome {
         &Weight::Rows(RowsWeight::new(FloatType::Bf16, experts, hidden, &router)?),
     )?;
     println!("tokens  chosen |  router   gate-up  share     down  share      sum |      all  share");
-    for tokens in [1, 2, 4, 8, 16, 32, 64, 128, 255, 256, 512] {
+    for tokens in [1, 2, 4, 8, 16, 32, 64, 128, 129, 160, 256, 512] {
         let routing = Routing { tokens, experts, top_k, normalise: true };
         let pairs = tokens * top_k;
         let table_memory = bench.zeros(RoutingTables::bytes(tokens, experts, top_k).ok_or("too large")?)?;
@@ -201,7 +201,7 @@ fn main() -> Outcome {
         };
         let second = |layer: usize| {
             let to = request(&inner, width, &outputs, OutType::F32, hidden);
-            let groups = groups(down.stride, pairs < 16 * experts);
+            let groups = groups(down.stride, pairs <= 8 * experts);
             gemm.launch_grouped(stream, &down.layers[layer], &to, &groups, workspace.address())
         };
         // The sums go elsewhere: the residual stream, and with it what is chosen, stays as it is.

@@ -30,8 +30,9 @@ use vt_bundle::layout::TiledMatrix;
 const CAPABILITY: u32 = 90;
 /// Fewest rows that the kernels are chosen for; with fewer, others read the weights faster.
 const MIN_ROWS: u32 = 9;
-/// The same for an expert on average: with few rows most tiles are nearly empty.
-const MIN_EXPERT_ROWS: u32 = 16;
+/// Rows of an expert on average, at most, that the kernels for few rows are left: here most tiles would be nearly empty. Beyond
+/// them those kernels take tiles of 32 rows, which are slower.
+const MOST_ROWS_OF_FEW: u32 = 8;
 /// Bytes of the flags at the start of the workspace.
 const FLAG_BYTES: u64 = 4096;
 
@@ -130,7 +131,7 @@ impl Hopper {
             && request.x_stride.is_multiple_of(8)
             && request.out.is_multiple_of(16)
             && request.out_stride.is_multiple_of(out_align);
-        let enough = groups.is_none_or(|groups| request.m >= MIN_EXPERT_ROWS.saturating_mul(groups.count));
+        let enough = groups.is_none_or(|groups| request.m > MOST_ROWS_OF_FEW.saturating_mul(groups.count));
         if aligned && enough { Reading::of(matrix) } else { None }
     }
 
