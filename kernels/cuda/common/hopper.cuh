@@ -74,6 +74,23 @@ __device__ __forceinline__ void copy_box(Shared32 to, const TensorMap* map, int 
         : "memory");
 }
 
+// The box of a tensor map of three axes.
+__device__ __forceinline__ void copy_box(Shared32 to, const TensorMap* map, int c0, int c1, int c2, Shared32 barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(
+            to.address),
+        "l"(map), "r"(c0), "r"(c1), "r"(c2), "r"(barrier.address)
+        : "memory");
+}
+
+// `bytes` bytes side by side, a multiple of 16.
+__device__ __forceinline__ void copy_run(Shared32 to, const void* from, uint32_t bytes, Shared32 barrier) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to.address), "l"(from),
+        "r"(bytes), "r"(barrier.address)
+        : "memory");
+}
+
 // The box of a tensor map at (column, row); what lies outside of the tensor becomes zero.
 __device__ __forceinline__ void copy_box(Shared32 to, const TensorMap* map, int column, int row, Shared32 barrier) {
     asm volatile(

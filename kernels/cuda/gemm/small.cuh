@@ -604,16 +604,9 @@ template <class E, u32 MB, u32 NT, u32 WN, u32 WK, u32 D>
 __device__ __forceinline__ void small_product(const Tiled &w, const Request &r, const Plan &p) {
     extern __shared__ __align__(128) u8 shared[];
     let_next_start();
-    if (r.offsets) {
-        wait_for_previous();
-    }
-    const RowRange range = rows_of(r, blockIdx.z);
-    // Only an expert may have more rows than a block takes at once.
-    for (u32 m0 = range.first + blockIdx.y * (8 * MB); m0 < range.end; m0 += gridDim.y * (8 * MB)) {
-        SmallProduct<E, MB, NT, WN, WK, D> product{w, r, p, blockIdx.z * r.expert_stride};
-        product.m0 = m0;
-        product.rows = min(range.end - m0, 8 * MB);
-        product.run(shared);
-        __syncthreads();
-    }
+    // One matrix, no more rows than a block takes at once.
+    SmallProduct<E, MB, NT, WN, WK, D> product{w, r, p, 0};
+    product.m0 = 0;
+    product.rows = r.m;
+    product.run(shared);
 }

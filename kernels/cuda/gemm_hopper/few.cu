@@ -1,30 +1,25 @@
-// Kernels for few tokens. Names: vt_few_<encoding>_<shape>, shapes as in SHAPES of src/cuda/gemm/hopper/few.rs.
+// Names of the kernels: vt_few_<encoding>_<shape>, shapes as in SHAPES of src/cuda/gemm/hopper/few.rs.
 #include "few.cuh"
-
-namespace {
-// As many steps as there is room for, and no more than twelve.
-template <class Codec, int Tokens, int Columns, int Shares>
-struct Fitting {
-    using One = hopper::FewShape<Codec, Tokens, Columns, Shares, 1>;
-    static constexpr int kStage = One::kTokenBytes + One::kCodeBytes + One::kScaleBytes + 16;
-    static constexpr int kStages = (232448 - (One::kSharedBytes - kStage)) / kStage;
-    using Shape = hopper::FewShape<Codec, Tokens, Columns, Shares, (kStages < 12 ? kStages : 12)>;
-};
-}  // namespace
 
 // Nobody asks for these kernels on other architectures.
 #if defined(__CUDA_ARCH__) && !defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #define VT_FEW_KERNEL(NAME, ...)
 #else
-#define VT_FEW_KERNEL(NAME, ...)                                                                                                \
-    using NAME##_shape = Fitting<__VA_ARGS__>::Shape;                                                                           \
-    extern "C" __global__ void __launch_bounds__(NAME##_shape::kThreads, 1) NAME(const __grid_constant__ hopper::Arguments a) { \
-        hopper::few<NAME##_shape>(a);                                                                                           \
+#define VT_FEW_KERNEL(NAME, ...)                                                                        \
+    using NAME##_shape = hopper::FewShape<__VA_ARGS__>;                                                 \
+    extern "C" __global__ void __launch_bounds__(NAME##_shape::kThreads, 1)                             \
+        NAME(const __grid_constant__ hopper::Arguments arguments) {                                     \
+        hopper::few<NAME##_shape>(arguments);                                                           \
     }
 #endif
-#define VT_FEW(ENCODING, ...)                                \
-    VT_FEW_KERNEL(vt_few_##ENCODING##_t8, __VA_ARGS__, 8, 3, 4) \
-    VT_FEW_KERNEL(vt_few_##ENCODING##_t16, __VA_ARGS__, 16, 3, 4)
+// Arguments of FewShape: tokens, columns, shares, halves.
+#define VT_FEW(ENCODING, ...)                                          \
+    VT_FEW_KERNEL(vt_few_##ENCODING##_n2_t8, __VA_ARGS__, 8, 2, 4, 2)   \
+    VT_FEW_KERNEL(vt_few_##ENCODING##_n2_t16, __VA_ARGS__, 16, 2, 4, 2) \
+    VT_FEW_KERNEL(vt_few_##ENCODING##_n3_t8, __VA_ARGS__, 8, 3, 4, 2)   \
+    VT_FEW_KERNEL(vt_few_##ENCODING##_n3_t16, __VA_ARGS__, 16, 3, 4, 2) \
+    VT_FEW_KERNEL(vt_few_##ENCODING##_n4_t8, __VA_ARGS__, 8, 4, 2, 2)   \
+    VT_FEW_KERNEL(vt_few_##ENCODING##_n4_t16, __VA_ARGS__, 16, 4, 2, 2)
 
 VT_FEW(nvfp4, hopper::FewNvfp4)
 VT_FEW(mxfp4, hopper::FewMxfp4)

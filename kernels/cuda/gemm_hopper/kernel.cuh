@@ -24,9 +24,20 @@ constexpr int kMaxParts = 8;
 // Types of `Arguments::row_scale_type`.
 constexpr uint32_t kRowScaleNone = 0, kRowScaleF32 = 1, kRowScaleBf16 = 2, kRowScaleF16 = 3;
 
+// How few.cuh cuts a product. Mirrored by `Cut` in src/cuda/gemm/hopper/few.rs.
+struct FewCut {
+    uint32_t steps;                // of K
+    uint32_t tiles;                // along N
+    uint32_t slices, slice_steps;  // of a tile along K; steps of one, which the last may have fewer of
+    uint32_t left;                 // tile columns behind the tiles
+    uint32_t pieces, piece_steps;  // the same of such a column
+};
+
 // Mirrored by `Arguments` in src/cuda/gemm/hopper/mod.rs.
 struct Arguments {
-    TensorMap x;  // bf16 [M, K], box of kStep x (tokens of a tile / blocks of a cluster), swizzled by 128 bytes
+    // bf16 [M, K], box of kStep x (tokens of a tile / blocks of a cluster), swizzled by 128 bytes. Of few.cuh [K / kStep, M, kStep],
+    // box of one of its steps, which have several times kStep columns.
+    TensorMap x;
     // Bytes of a tile's codes (in units of 8), tiles along N, tile rows, experts; box of one step.
     TensorMap codes;
     // Bytes of a tile's scales within K, tiles along N, groups, experts; box of one step. Unused without such scales.
@@ -50,6 +61,8 @@ struct Arguments {
     uint32_t out_f32;
     uint32_t accumulate;  // 1: add to what `out` holds (f32)
     Schedule schedule;
+    FewCut few;
+    const uint8_t *code_plane, *scale_plane;
 };
 
 // Blocks: blocks of 16 rows of a warp. Tokens: of a tile. Groups: consumer warpgroups. Cluster: blocks of a cluster. Batch: times 16 columns that

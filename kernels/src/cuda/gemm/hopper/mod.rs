@@ -62,6 +62,9 @@ struct Arguments {
     out_f32: u32,
     accumulate: u32,
     schedule: Schedule,
+    few: few::Cut,
+    code_plane: u64,
+    scale_plane: u64,
 }
 
 /// The kernels of a Hopper device.
@@ -108,8 +111,13 @@ impl Hopper {
     }
 
     /// Bytes at the start of a workspace that belong to these kernels, whatever the product: flags, which are zero between
-    /// launches, and sums of tiles that several blocks share, which are not.
+    /// launches, sums of tiles that several blocks share, which are not, and those of the kernels for few rows, which are.
     pub(super) fn workspace_bytes(&self) -> u64 {
+        self.few_sums_at() + u64::from(self.multiprocessors) * u64::from(few::given_bytes())
+    }
+
+    /// Where the sums of the kernels for few rows lie in a workspace.
+    fn few_sums_at(&self) -> u64 {
         let most = SHAPES.iter().map(|shape| shape.floats()).max().unwrap_or(0);
         FLAG_BYTES + u64::from(self.multiprocessors) * u64::from(most) * 4
     }
@@ -161,14 +169,23 @@ impl Hopper {
             None => params.codes[plane].data,
             Some(scale) => params.scales[scale].data,
         };
-        let maps = Maps { geometry, rows: launch.rows, experts, stride: request.expert_stride };
+        let maps = Maps {
+            geometry,
+            rows: launch.rows,
+            experts,
+            stride: request.expert_stride,
+            halves: launch.few.map_or(1, |(halves, _)| halves),
+        };
         let mut parts = [0; MAX_PARTS];
         for (end, part) in parts.iter_mut().zip(&geometry.parts) {
             *end = (part.start + part.padded()) as u32;
         }
         let row_scale = reading.row_scale;
         let arguments = Arguments {
-            x: activations(request, params.k, launch.box_tokens)?,
+            x: match launch.few {
+                Some((halves, _)) => activations_in_halves(request, params.k, launch.box_tokens, halves)?,
+                None => activations(request, params.k, launch.box_tokens)?,
+            },
             codes: maps.codes(address(0), encoding.bits)?,
             scales: match reading.scales {
                 Some(plane) => maps.scales(address(plane), encoding)?,
@@ -177,7 +194,7 @@ impl Hopper {
             row_scales: row_scale.map_or(0, |scale| address(scale.plane)),
             bias: request.bias,
             out: request.out,
-            partial: workspace + FLAG_BYTES,
+            partial: workspace + if launch.few.is_some() { self.few_sums_at() } else { FLAG_BYTES },
             flags: workspace,
             offsets: request.offsets,
             expert_stride: request.expert_stride,
@@ -194,6 +211,9 @@ impl Hopper {
             out_f32: 1 - request.out_bf16,
             accumulate: request.accumulate,
             schedule: launch.schedule,
+            few: launch.few.map_or_else(few::Cut::default, |(_, cut)| cut),
+            code_plane: address(0),
+            scale_plane: reading.scales.map_or(0, address),
         };
         let (grid, block) = ([launch.blocks, 1, 1], [launch.threads, 1, 1]);
         let (function, shared) = (launch.function, launch.shared_bytes);
@@ -215,7 +235,9 @@ struct Launch<'a> {
     /// Rows of N of a block, and rows of activations that it copies at once.
     rows: u32,
     box_tokens: u32,
+    /// The cut of a kernel for many rows, or of one for few, and times 64 columns of its steps.
     schedule: Schedule,
+    few: Option<(u32, few::Cut)>,
 }
 
 impl Hopper {
@@ -226,15 +248,17 @@ impl Hopper {
         let plan = match groups {
             Some(groups) => Plan::of_experts(n, k, m, groups.count, sms),
             None => {
-                if let Some((shape, schedule)) = few::plan(n, k, m, sms) {
+                if let Some((index, cut)) = few::plan(n, k, m, sms) {
+                    let shape = &few::SHAPES[index];
                     return Some(Launch {
-                        function: &self.few[encoding][shape],
-                        blocks: schedule.tiles_n,
-                        threads: few::THREADS,
-                        shared_bytes: few::SHAPES[shape].shared_bytes(read),
-                        rows: few::ROWS,
-                        box_tokens: few::SHAPES[shape].tokens,
-                        schedule,
+                        function: &self.few[encoding][index],
+                        blocks: cut.blocks(),
+                        threads: shape.threads(),
+                        shared_bytes: shape.shared_bytes(read),
+                        rows: shape.rows(),
+                        box_tokens: shape.tokens,
+                        schedule: Schedule::default(),
+                        few: Some((shape.halves, cut)),
                     });
                 }
                 if m < MIN_ROWS {
@@ -252,6 +276,7 @@ impl Hopper {
             rows: shape.rows(),
             box_tokens: shape.tokens / shape.cluster,
             schedule: plan.schedule,
+            few: None,
         })
     }
 }
@@ -264,21 +289,24 @@ struct Maps<'a> {
     experts: u32,
     /// Bytes from an expert to the next.
     stride: u64,
+    /// Times 64 columns of a step.
+    halves: u32,
 }
 
 impl Maps<'_> {
-    /// Box: the tiles of a step, 64 columns. Elements are of 8 bytes, as an axis of a box has at most 256.
+    /// Box: the tiles of a step. Elements are of 8 bytes, as an axis of a box has at most 256.
     fn codes(&self, address: u64, bits: u32) -> Result<[u64; 16], CudaError> {
         let tile = 128 * u64::from(bits);
         let tile_rows = self.geometry.padded_k() / 16;
-        self.encode(DataType::CU_TENSOR_MAP_DATA_TYPE_FLOAT64, 8, address, tile, tile_rows, 4)
+        self.encode(DataType::CU_TENSOR_MAP_DATA_TYPE_FLOAT64, 8, address, tile, tile_rows, 4 * self.halves)
     }
 
-    /// Box: the scales of a step.
+    /// Box: the scales of a step; of half of one where a group may be longer.
     fn scales(&self, address: u64, encoding: &Encoding) -> Result<[u64; 16], CudaError> {
         let tile = 64 * u64::from(encoding.scale_bytes);
         let groups = self.geometry.k / self.geometry.group_size.max(1);
-        self.encode(DataType::CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, address, tile, groups, encoding.scale_rows)
+        let rows = if encoding.scale_rows > 1 { encoding.scale_rows * self.halves } else { 1 };
+        self.encode(DataType::CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, address, tile, groups, rows)
     }
 
     /// `tile` bytes for 64 rows of N, those of all of N adjacent, `along_k` such runs.
@@ -307,6 +335,14 @@ fn activations(request: &Request, k: u32, tokens: u32) -> Result<[u64; 16], Cuda
     let strides = [u64::from(request.x_stride) * 2];
     let swizzle = Swizzle::CU_TENSOR_MAP_SWIZZLE_128B;
     encode(DataType::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, request.x, &dims, &strides, &[64, tokens], swizzle)
+}
+
+/// The same with K in runs of 64 columns. Box: `halves` of them, for `tokens` rows.
+fn activations_in_halves(request: &Request, k: u32, tokens: u32, halves: u32) -> Result<[u64; 16], CudaError> {
+    let dims = [64, u64::from(request.m), u64::from(k / 64)];
+    let strides = [u64::from(request.x_stride) * 2, 128];
+    let swizzle = Swizzle::CU_TENSOR_MAP_SWIZZLE_128B;
+    encode(DataType::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, request.x, &dims, &strides, &[64, tokens, halves], swizzle)
 }
 
 /// Encodes a map: axes innermost first, `strides` of all but the first in bytes. What a box has beyond the tensor is zero.
@@ -350,7 +386,8 @@ mod tests {
 
     #[test]
     fn arguments_are_laid_out_as_in_the_header() {
-        // Three maps, eight addresses and strides, 8 + 8 + 2 words and the schedule, rounded up to the alignment.
-        assert_eq!(size_of::<Arguments>(), (3 * 128 + 8 * 8 + 4 * (8 + MAX_PARTS + 2 + 5)).next_multiple_of(64));
+        // Three maps, eight addresses and strides, 8 + 8 + 2 words, the cuts, two addresses, rounded up to the alignment.
+        let words = (8 + MAX_PARTS + 2 + 5 + 7usize).next_multiple_of(2);
+        assert_eq!(size_of::<Arguments>(), (3 * 128 + 8 * 8 + 4 * words + 2 * 8).next_multiple_of(64));
     }
 }
