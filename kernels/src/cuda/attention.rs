@@ -529,3 +529,20 @@ fn window(shape: &AttentionShape) -> u32 {
     // A window longer than any sequence is none.
     shape.window.map_or(0, |window| u32::try_from(window.max(1)).unwrap_or(0))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn groups_of_heads_are_known_before_there_is_a_device() {
+        for (heads, kv_heads, dim) in [(32, 1, 128), (64, 1, 256), (34, 2, 64), (4, 4, 8)] {
+            check_heads(heads, kv_heads, dim).unwrap();
+            let (group, part) = ((heads / kv_heads) as u32, heads_of_launch((heads / kv_heads) as u32));
+            assert!(part <= MAX_GROUP_OF_LAUNCH && group.div_ceil(part) == group.div_ceil(MAX_GROUP_OF_LAUNCH));
+        }
+        for (heads, kv_heads, dim) in [(65, 1, 128), (6, 4, 128), (4, 0, 128), (0, 1, 128), (8, 8, 264), (8, 8, 12)] {
+            assert!(check_heads(heads, kv_heads, dim).is_err(), "{heads} over {kv_heads} of {dim}");
+        }
+    }
+}

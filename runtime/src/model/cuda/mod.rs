@@ -74,7 +74,10 @@ pub fn cuda_workspace_bytes(
     bundle: &Bundle,
     limits: &StepLimits,
 ) -> Result<Option<u64>, LoadError> {
-    check_heads(config.num_heads, config.num_kv_heads, config.head_dim).map_err(|e| failed(&e))?;
+    check_heads(config.num_heads, config.num_kv_heads, config.head_dim).map_err(|error| {
+        let reason = format!("{}: {error}; use --device cpu", bundle.dir().display());
+        LoadError::Device { device: "cuda".to_owned(), reason }
+    })?;
     let graph = Graph::resolve(config, bundle)?;
     let (_, constants) = Builder::new(config, bundle, 0).build(&graph, None)?;
     Ok(WorkspaceLayout::new(config, &graph, limits, constants.bytes(), GEMM_BYTES, false).map(|layout| layout.bytes))
