@@ -160,6 +160,19 @@ impl Sequences {
         (rows(&self.logits, count), own)
     }
 
+    /// Appends the routing of a sequence in the step that was computed last, over the tokens from `starts` on.
+    pub fn append_routing(&self, model: &CudaModel, parts: &[(usize, usize)], s: usize, routing: &mut StepRouting) {
+        let lengths = |&(s, start): &(usize, usize)| (s, start, self.ids[s].len() - start);
+        let parts: Vec<_> = parts.iter().map(lengths).collect();
+        let Some(mut of_step) = model.routing(&batch(&self.ids, &self.blocks, &parts, false)).unwrap() else { return };
+        let before: usize = parts[..s].iter().map(|part| part.2).sum();
+        for layer in &mut of_step.layers {
+            layer.scores.drain(..before * layer.experts);
+            layer.chosen.drain(..before * layer.top_k);
+        }
+        routing.extend(&of_step, parts[s].2);
+    }
+
     /// One step over the tokens from `starts` on of the sequences named; the last row of each one's logits.
     pub fn step_each(&mut self, model: &mut dyn Model, parts: &[(usize, usize)]) -> Vec<Vec<f32>> {
         let batch: Vec<SequenceStep<'_>> = parts

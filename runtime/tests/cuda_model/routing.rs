@@ -53,6 +53,33 @@ fn check_choice(what: &str, layer: &LayerRouting, token: usize) {
     assert!(least >= most - EQUAL, "{what}: token {token} takes a score of {least} and leaves one of {most}");
 }
 
+/// Asserts that two routings of one text on the device part where rounding chooses: all scores up to the first choice that
+/// differs are the same but for rounding.
+pub fn check_parting(what: &str, a: &StepRouting, b: &StepRouting) {
+    let layers = || a.layers.iter().zip(&b.layers).enumerate().filter(|(_, (a, _))| a.experts > 0);
+    let others = layers().filter_map(|(layer, (a, b))| {
+        let token = (0..tokens(a)).find(|token| experts(a, *token) != experts(b, *token))?;
+        Some((token, layer))
+    });
+    let first = others.min();
+    assert!(first.is_some(), "{what}: the same experts, and logits that rounding does not explain");
+    let Some((last, layer)) = first else { return };
+    for (index, (a, b)) in layers() {
+        // What comes after that choice is another computation.
+        let end = if index <= layer { last + 1 } else { last };
+        let largest = a.scores.iter().fold(0.0f32, |most, score| most.max(score.abs()));
+        let (a, b) = (&a.scores[..end * a.experts], &b.scores[..end * b.experts]);
+        let difference = a.iter().zip(b).fold(0.0f32, |most, (a, b)| most.max((a - b).abs()));
+        assert!(
+            difference <= SCORE_SHARE * largest,
+            "{what}: layer {index}: a score before position {end} differs by {difference} of {largest}"
+        );
+    }
+    eprintln!(
+        "{what}: other experts from position {last}, layer {layer} on, by scores that are the same but for rounding"
+    );
+}
+
 /// Asserts what is said above of the device's routing beside the CPU's.
 pub fn check_routing(what: &str, device: &StepRouting, cpu: &StepRouting) {
     assert_eq!(device.layers.len(), cpu.layers.len(), "{what}");
