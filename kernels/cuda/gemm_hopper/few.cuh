@@ -94,22 +94,21 @@ __device__ __forceinline__ uint32_t scale_row(const Arguments& arguments, uint32
     return Codec::kGroup == 64 ? column / arguments.group_size : column / Codec::kGroup;
 }
 
-// Starts copying a step's weights, in as few boxes as can be: a thread starts one in a tenth of a microsecond. What lies beyond K or
-// N arrives as zeros, and counts.
+// Starts copying a step's weights, a box of codes and one of scales for each half: larger boxes are slower. What lies beyond K or N
+// arrives as zeros, and counts.
 template <class S>
 __device__ __forceinline__ void few_copy_weights(const Arguments& arguments, const FewShared<S>& shared, uint32_t stage,
                                                  uint32_t tile, uint32_t step) {
     using Codec = typename S::Codec;
     uint64_t* full = &shared.full[stage];
     barrier_expect(full, S::kCodeBytes + S::kScaleBytes);
-    copy_box(shared.codes + stage * S::kCodeBytes, &arguments.codes, 0, tile * S::kColumns, 4 * S::kHalves * step, 0, full);
-    if constexpr (Codec::kScaleRows != 0) {
-        // One box a half where a group may be longer than that.
-        constexpr uint32_t boxes = Codec::kGroup == 64 ? S::kHalves : 1;
 #pragma unroll
-        for (uint32_t i = 0; i < boxes; ++i) {
+    for (uint32_t i = 0; i < S::kHalves; ++i) {
+        const uint32_t column = (S::kHalves * step + i) * kStep;
+        copy_box(shared.codes + stage * S::kCodeBytes + i * S::kCodeHalf, &arguments.codes, 0, tile * S::kColumns, column / 16, 0, full);
+        if constexpr (Codec::kScaleRows != 0) {
             copy_box(shared.scales + stage * S::kScaleBytes + i * S::kScaleHalf, &arguments.scales, 0, tile * S::kColumns,
-                     scale_row<Codec>(arguments, (S::kHalves * step + i) * kStep), 0, full);
+                     scale_row<Codec>(arguments, column), 0, full);
         }
     }
 }

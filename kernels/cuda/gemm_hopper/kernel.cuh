@@ -38,9 +38,9 @@ struct Arguments {
     // bf16 [M, K], box of kStep x (tokens of a tile / blocks of a cluster), swizzled by 128 bytes. Of few.cuh [K / kStep, M, kStep],
     // box of one of its steps, which have several times kStep columns.
     TensorMap x;
-    // Bytes of a tile's codes (in units of 8), tiles along N, tile rows, experts; box of one step.
+    // Bytes of a tile's codes (in units of 8), tiles along N, tile rows, experts; box of kStep columns.
     TensorMap codes;
-    // Bytes of a tile's scales within K, tiles along N, groups, experts; box of one step. Unused without such scales.
+    // Bytes of a tile's scales within K, tiles along N, groups, experts; box of kStep columns. Unused without such scales.
     TensorMap scales;
     const uint8_t* row_scales;  // of a part or of a row, or null
     const float* bias;          // [N], or null

@@ -169,13 +169,7 @@ impl Hopper {
             None => params.codes[plane].data,
             Some(scale) => params.scales[scale].data,
         };
-        let maps = Maps {
-            geometry,
-            rows: launch.rows,
-            experts,
-            stride: request.expert_stride,
-            halves: launch.few.map_or(1, |(halves, _)| halves),
-        };
+        let maps = Maps { geometry, rows: launch.rows, experts, stride: request.expert_stride };
         let mut parts = [0; MAX_PARTS];
         for (end, part) in parts.iter_mut().zip(&geometry.parts) {
             *end = (part.start + part.padded()) as u32;
@@ -289,24 +283,21 @@ struct Maps<'a> {
     experts: u32,
     /// Bytes from an expert to the next.
     stride: u64,
-    /// Times 64 columns of a step.
-    halves: u32,
 }
 
 impl Maps<'_> {
-    /// Box: the tiles of a step. Elements are of 8 bytes, as an axis of a box has at most 256.
+    /// Box: the tiles of 64 columns. Elements are of 8 bytes, as an axis of a box has at most 256.
     fn codes(&self, address: u64, bits: u32) -> Result<[u64; 16], CudaError> {
         let tile = 128 * u64::from(bits);
         let tile_rows = self.geometry.padded_k() / 16;
-        self.encode(DataType::CU_TENSOR_MAP_DATA_TYPE_FLOAT64, 8, address, tile, tile_rows, 4 * self.halves)
+        self.encode(DataType::CU_TENSOR_MAP_DATA_TYPE_FLOAT64, 8, address, tile, tile_rows, 4)
     }
 
-    /// Box: the scales of a step; of half of one where a group may be longer.
+    /// Box: the scales of 64 columns.
     fn scales(&self, address: u64, encoding: &Encoding) -> Result<[u64; 16], CudaError> {
         let tile = 64 * u64::from(encoding.scale_bytes);
         let groups = self.geometry.k / self.geometry.group_size.max(1);
-        let rows = if encoding.scale_rows > 1 { encoding.scale_rows * self.halves } else { 1 };
-        self.encode(DataType::CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, address, tile, groups, rows)
+        self.encode(DataType::CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, address, tile, groups, encoding.scale_rows)
     }
 
     /// `tile` bytes for 64 rows of N, those of all of N adjacent, `along_k` such runs.
