@@ -10,7 +10,7 @@ use half::{bf16, f16};
 use vt_bundle::codec::ggml::raw;
 use vt_kernels::activation::{self, Gate};
 use vt_kernels::cuda::elementwise::{Columns, ElementwiseKernels, Placing};
-use vt_kernels::cuda::gemm::{DeviceMatrix, EmbeddingKernels, Gemm, GemmInput, GemmRequest, OutType};
+use vt_kernels::cuda::gemm::{DeviceMatrix, EmbeddingKernels, Gemm, GemmInput, GemmRequest, NormAhead, OutType};
 use vt_kernels::cuda::kv_cache::{CudaKvCache, CudaKvType, KvRows, KvScales, KvWriter, NO_SLOT};
 use vt_kernels::cuda::norm::{HeadRows, NormKernels};
 use vt_kernels::cuda::{CudaGraph, DeviceMemory, Inbox, Outbox};
@@ -266,7 +266,7 @@ fn products_make_activations() {
         let (apart, itself) = (result(), result());
         gemm.launch(stream, &matrix, &request(made.address(), k, &apart), scratch).unwrap();
         let input = GemmInput::Normed { weight: weights.address(), eps: 1e-5 };
-        gemm.launch_made(stream, &matrix, &request(strided.address(), k + 4, &itself), input, scratch).unwrap();
+        gemm.launch_made(stream, &matrix, &request(strided.address(), k + 4, &itself), input, None, scratch).unwrap();
         let (apart, itself) = (device.read_floats(&apart), device.read_floats(&itself));
         // Squares are added in another order, so that an activation is a step of bf16 away now and then.
         let most = apart.iter().fold(0.0f32, |most, v| most.max(v.abs()));
@@ -281,7 +281,7 @@ fn products_make_activations() {
             elementwise.gated(stream, gate, x.address(), rows, stride, 0, up_at, k, made.address()).unwrap();
             gemm.launch(stream, &matrix, &request(made.address(), k, &apart), scratch).unwrap();
             let input = GemmInput::Gated { gate, up_at: up_at as u32 };
-            gemm.launch_made(stream, &matrix, &request(x.address(), stride, &itself), input, scratch).unwrap();
+            gemm.launch_made(stream, &matrix, &request(x.address(), stride, &itself), input, None, scratch).unwrap();
             // The activations are the same bits; the kernel may be another one, which adds in another order.
             let (apart, itself) = (device.read_floats(&apart), device.read_floats(&itself));
             let most = apart.iter().fold(0.0f32, |most, v| most.max(v.abs()));
@@ -290,8 +290,85 @@ fn products_make_activations() {
             }
             let beyond = GemmInput::Gated { gate, up_at: (k + 32) as u32 };
             let refused = request(x.address(), stride, &made);
-            assert!(gemm.launch_made(stream, &matrix, &refused, beyond, scratch).is_err());
+            assert!(gemm.launch_made(stream, &matrix, &refused, beyond, None, scratch).is_err());
         }
+    }
+}
+
+#[test]
+fn half_a_norm_is_left_for_the_next_product() {
+    let Some(device) = Device::open() else { return };
+    let (norm, gemm) = (NormKernels::new(&device.context).unwrap(), Gemm::new(&device.context).unwrap());
+    let (cases, mut random) = (encodings(), Random(22));
+    let named = |decode: &str| cases.iter().find(|case| case.spec.decode == decode).unwrap();
+    let eps = 1e-5;
+    for (first, k, hidden, second, parts, rows) in [
+        ("nvfp4.modelopt@1", 4096, 4096, "nvfp4.modelopt@1", vec![4096, 1024, 1024], 1),
+        ("nvfp4.modelopt@1", 12288, 4096, "nvfp4.modelopt@1", vec![12288, 12288], 2),
+        ("nvfp4.modelopt@1", 96, 192, "fp8.channel.bf16@1", vec![64, 64], 4),
+        ("int4.symmetric.f16@1", 512, 8192, "q4_1.ggml@1", vec![320], 3),
+    ] {
+        let mut matrix = |decode: &str, k: usize, parts: &[u64]| {
+            let matrix = named(decode).matrix(k, parts, &mut random);
+            DeviceMatrix::upload(&device.context, &matrix.weight()).unwrap()
+        };
+        let (from, to) = (matrix(first, k, &[hidden as u64]), matrix(second, hidden, &parts));
+        assert!(gemm.makes_inputs(&from, rows as u32) && gemm.makes_inputs(&to, rows as u32));
+        let bytes = [&from, &to].map(|matrix| gemm.workspace_bytes(matrix, rows as u32)).into_iter().max().unwrap();
+        let workspace = device.bytes(&vec![0; bytes as usize]);
+        let (stream, scratch, n) = (&device.stream, workspace.address(), to.padded_n() as usize);
+        let (weight, x) = (device.floats(&random.activations(hidden)), device.halves(&random.activations(rows * k)));
+        let (before, normed) = (random.activations(rows * hidden), device.halves(&vec![POISON; rows * hidden]));
+        let squares = device.floats(&vec![POISON; NormAhead::squares_bytes(hidden) as usize / 4]);
+        let request = |x: u64, x_stride: usize, out: &DeviceMemory, out_stride: usize, accumulate: bool| GemmRequest {
+            x,
+            x_stride: x_stride as u32,
+            m: rows as u32,
+            out: out.address(),
+            out_type: OutType::F32,
+            out_stride: out_stride as u32,
+            bias: None,
+            accumulate,
+            deterministic: false,
+        };
+        let result = || (device.floats(&before), device.floats(&vec![POISON; rows * n]));
+        let read = |(sum, out): (DeviceMemory, DeviceMemory)| (device.read_floats(&sum), device.read_floats(&out));
+
+        let apart = result();
+        let adding = |sum: &DeviceMemory| request(x.address(), k, sum, hidden, true);
+        gemm.launch(stream, &from, &adding(&apart.0), scratch).unwrap();
+        let (weights, to_norm) = (weight.address(), apart.0.address());
+        norm.rms_norm(stream, to_norm, None, rows, hidden, weights, eps, normed.address()).unwrap();
+        gemm.launch(stream, &to, &request(normed.address(), hidden, &apart.1, n, false), scratch).unwrap();
+        let expected = read(apart);
+
+        let normed = device.halves(&vec![POISON; rows * hidden]);
+        let ahead = NormAhead { weight: weights, out: normed.address(), squares: squares.address() };
+        let input = GemmInput::Weighted { squares: squares.address(), eps };
+        let mut seen = Vec::new();
+        for _ in 0..2 {
+            let left = result();
+            gemm.launch_made(stream, &from, &adding(&left.0), GemmInput::Rows, Some(&ahead), scratch).unwrap();
+            let taking = request(normed.address(), hidden, &left.1, n, false);
+            gemm.launch_made(stream, &to, &taking, input, None, scratch).unwrap();
+            seen.push(read(left));
+        }
+        assert_eq!(seen[0], seen[1], "{first}, {second}: another order of adding");
+        // Activations are rounded before they are divided instead of after.
+        for (what, a, b, bound) in [("sum", &expected.0, &seen[0].0, 1e-5), ("product", &expected.1, &seen[0].1, 0.01)]
+        {
+            let most = a.iter().fold(0.0f32, |most, v| most.max(v.abs()));
+            for (i, (a, b)) in a.iter().zip(b).enumerate() {
+                assert!(
+                    (a - b).abs() <= bound * most,
+                    "{first}, {second}, {rows} rows: {what} {i} is {b}, expected {a}"
+                );
+            }
+        }
+        let bf16 = GemmRequest { out_type: OutType::Bf16, accumulate: false, ..adding(&workspace) };
+        assert!(gemm.launch_made(stream, &from, &bf16, GemmInput::Rows, Some(&ahead), scratch).is_err());
+        let both = GemmInput::Weighted { squares: squares.address(), eps };
+        assert!(gemm.launch_made(stream, &from, &adding(&workspace), both, Some(&ahead), scratch).is_err());
     }
 }
 

@@ -6,10 +6,11 @@
 #include "common/types.cuh"
 
 /// What `x` of a request holds.
-enum Input : u32 { INPUT_ROWS, INPUT_NORMED, INPUT_GATED };
+enum Input : u32 { INPUT_ROWS, INPUT_NORMED, INPUT_GATED, INPUT_WEIGHTED };
 
 struct Request {
-    /// bf16 `[M, x_stride]`; f32 where they are to be normed.
+    /// bf16 `[M, x_stride]`; f32 where they are to be normed. INPUT_WEIGHTED: times a norm's weights, but not yet divided by the
+    /// root of the mean square.
     const u16 *x;
     /// f32 or bf16 `[M, out_stride]`.
     void *out;
@@ -27,11 +28,17 @@ struct Request {
     u32 accumulate;
     /// An `Input`. Kernels that make no activations are given INPUT_ROWS.
     u32 input;
-    /// Of INPUT_NORMED: what is added to the mean square, and the weights, f32 `[K]`.
+    /// Of INPUT_NORMED and INPUT_WEIGHTED: what is added to the mean square.
     float eps;
+    /// Of INPUT_NORMED the weights, f32 `[K]`; where `next` is wanted those of the norm that follows, f32 `[N']`.
     const float *weight;
     /// Of INPUT_GATED: the gate, and the elements from a gate to what it is multiplied with.
     u32 gate, up_at;
+    /// Where not null: bf16 `[M, N']`, the f32 result times `weight`, for a product that takes INPUT_WEIGHTED.
+    u16 *next;
+    /// Sums of squares, as in common/half_norm.cuh, as the product before left them or as this one is to leave them: f32
+    /// `[M, K / 16]` of INPUT_WEIGHTED, `[M, N' / 16]` beside `next`.
+    float *squares;
 };
 
 /// Rows that a block of threads works on.

@@ -9,6 +9,7 @@
 
 #include "common/async.cuh"
 #include "common/fresh.cuh"
+#include "common/half_norm.cuh"
 #include "common/order.cuh"
 #include "gemm/encodings.cuh"
 #include "gemm/inputs.cuh"
@@ -50,8 +51,8 @@ template <class E, u32 MB, u32 NT, u32 WN, u32 WK, u32 D> struct Shape {
     }
     static constexpr u32 STAGE = scale_offset(E::PLANES), RING = WARPS * D * STAGE;
     static constexpr u32 SUM_ROW = COLUMNS + SUM_PADDING, SUMS = WK * 8 * SUM_ROW * 4;
-    /// Bytes before the activations: ring, sums, and zeros that stand for rows that are not there.
-    static constexpr u32 FIXED = RING + SUMS + 64;
+    /// Bytes before the activations: ring, sums, zeros that stand for rows that are not there, and factors of rows.
+    static constexpr u32 ZEROS = 64, ROW_FACTORS = 32, FIXED = RING + SUMS + ZEROS + ROW_FACTORS;
 };
 
 /// Keeps the compiler from working out a value again where it is used: there are registers for it.
@@ -68,7 +69,7 @@ template <class E, u32 MB, u32 NT, u32 WN, u32 WK, u32 D> struct SmallProduct {
     u32 lane, wn, wk;
     /// Shared memory.
     u32 ring, zeros, x, x_pitch;
-    float *sums;
+    float *sums, *row_factors;
     /// First row and number of rows, first unit and number of units.
     u32 m0, rows, first, count;
     /// The next unit to be copied: its number within the block's, its group, and its place along K.
@@ -422,6 +423,15 @@ template <class E, u32 MB, u32 NT, u32 WN, u32 WK, u32 D> struct SmallProduct {
         if (r.bias && inside) {
             bias = make_float4(r.bias[column], r.bias[column + 1], r.bias[column + 2], r.bias[column + 3]);
         }
+        const bool leaves_norm = MAKES_INPUTS && r.next && inside;
+        Quads before;
+        float4 weight;
+        if (leaves_norm) {
+            weight = __ldg(reinterpret_cast<const float4 *>(r.weight + column));
+            for_quads([&](u32 m, u32 e, u32 i) {
+                before[m][e] = r.accumulate ? *result(i / ROW_QUADS, column) : make_float4(0, 0, 0, 0);
+            });
+        }
         // The blocks of the following ranges did the rest of the group, in order, each as its first piece.
         const u64 all = static_cast<u64>(p.units) * p.groups, last = static_cast<u64>(group + 1) * p.units;
         u64 done = static_cast<u64>(group) * p.units + end;
@@ -431,11 +441,44 @@ template <class E, u32 MB, u32 NT, u32 WN, u32 WK, u32 D> struct SmallProduct {
         }
         if (inside) {
             for_quads([&](u32 m, u32 e, u32 i) {
-                const float4 v = value[m][e];
-                const float4 out = make_float4(fmaf(v.x, factor.x, bias.x), fmaf(v.y, factor.y, bias.y),
-                                               fmaf(v.z, factor.z, bias.z), fmaf(v.w, factor.w, bias.w));
-                store_quad(r, m0 + 8 * m + i / ROW_QUADS, column, out);
+                float4 v = value[m][e];
+                if (MAKES_INPUTS && r.input == INPUT_WEIGHTED) {
+                    const float row_factor = row_factors[i / ROW_QUADS];
+                    v = make_float4(v.x * row_factor, v.y * row_factor, v.z * row_factor, v.w * row_factor);
+                }
+                float4 out = make_float4(fmaf(v.x, factor.x, bias.x), fmaf(v.y, factor.y, bias.y), fmaf(v.z, factor.z, bias.z),
+                                         fmaf(v.w, factor.w, bias.w));
+                if (leaves_norm) {
+                    add(out, before[m][e]);
+                    *result(i / ROW_QUADS, column) = out;
+                    leave_for_norm(i / ROW_QUADS, column, out, weight);
+                } else {
+                    store_quad(r, m0 + 8 * m + i / ROW_QUADS, column, out);
+                }
             });
+        }
+    }
+
+    /// Four columns of the f32 result.
+    __device__ __forceinline__ float4 *result(u32 row, u32 column) const {
+        return reinterpret_cast<float4 *>(static_cast<float *>(r.out) + static_cast<u64>(m0 + row) * r.out_stride + column);
+    }
+
+    /// Leaves four columns of the result for the norm that follows: times its weights, and the sum of squares of the 16 columns
+    /// that four lanes have.
+    __device__ __forceinline__ void leave_for_norm(u32 row, u32 column, float4 v, float4 weight) const {
+        leave_half_norm(r.next + static_cast<u64>(m0 + row) * w.n, r.squares + static_cast<u64>(m0 + row) * (w.n / SQUARED), column,
+                        v, weight);
+    }
+
+    /// What rows of INPUT_WEIGHTED are still to be multiplied by.
+    __device__ __forceinline__ void find_row_factors() const {
+        const u32 row = threadIdx.x / 32, k = 32 * p.units;
+        if (row < rows) {
+            const float factor = half_norm_factor(r.squares + static_cast<u64>(m0 + row) * (k / SQUARED), k, r.eps);
+            if (lane == 0) {
+                row_factors[row] = factor;
+            }
         }
     }
 
@@ -483,7 +526,8 @@ template <class E, u32 MB, u32 NT, u32 WN, u32 WK, u32 D> struct SmallProduct {
         ring = shared_address(shared) + warp * (D * S::STAGE);
         sums = reinterpret_cast<float *>(shared + S::RING);
         zeros = shared_address(shared) + S::RING + S::SUMS;
-        x = zeros + 64;
+        row_factors = sums + (S::SUMS + S::ZEROS) / 4;
+        x = zeros + S::ZEROS + S::ROW_FACTORS;
         x_pitch = 64 * p.x_units + 2 * X_PADDING;
         if (threadIdx.x < 16) {
             sums[S::SUMS / 4 + threadIdx.x] = 0;
@@ -519,7 +563,7 @@ template <class E, u32 MB, u32 NT, u32 WN, u32 WK, u32 D> struct SmallProduct {
         }
         // The weights are nobody's result: their way began while the kernel before this one was still at work.
         wait_for_previous();
-        if (MAKES_INPUTS && r.input != INPUT_ROWS) {
+        if (makes_inputs()) {
             make_inputs(0, min(chunk, count), norm_weights);
         } else if (p.x_whole) {
             fetch_x(0, p.units, 0);
@@ -527,6 +571,9 @@ template <class E, u32 MB, u32 NT, u32 WN, u32 WK, u32 D> struct SmallProduct {
             fetch_chunk(0, min(chunk, count));
         }
         copy_commit();
+        if (MAKES_INPUTS && r.input == INPUT_WEIGHTED) {
+            find_row_factors();
+        }
         copy_wait<0>();
         __syncthreads();
         clear();
@@ -536,7 +583,7 @@ template <class E, u32 MB, u32 NT, u32 WN, u32 WK, u32 D> struct SmallProduct {
             const u32 stop = min(start + chunk, count);
             if (start != 0) {
                 __syncthreads();
-                if (MAKES_INPUTS && r.input != INPUT_ROWS) {
+                if (makes_inputs()) {
                     if (r.input == INPUT_NORMED) {
                         norm_weights.load(r, slots_of(start, stop));
                     }
@@ -572,8 +619,12 @@ template <class E, u32 MB, u32 NT, u32 WN, u32 WK, u32 D> struct SmallProduct {
         }
     }
 
-    /// Whether the kernel makes activations where it is asked to.
+    /// Whether the kernel makes activations where it is asked to, takes half a norm, and leaves one.
     static constexpr bool MAKES_INPUTS = MB == 1;
+
+    __device__ __forceinline__ bool makes_inputs() const {
+        return MAKES_INPUTS && (r.input == INPUT_NORMED || r.input == INPUT_GATED);
+    }
 
     /// Slots of the block's units `from` to `end`, or of all units.
     __device__ __forceinline__ Slots slots_of(u32 from, u32 end) const {

@@ -1,7 +1,7 @@
-//! Activations that a product makes itself from what the step before left.
+//! Activations that a product makes itself from what the step before left, and what it leaves for the step after.
 
 use super::params::Request;
-use super::{DeviceMatrix, GemmRequest};
+use super::{DeviceMatrix, GemmRequest, OutType};
 use crate::activation::Gate;
 use crate::cuda::CudaError;
 use crate::cuda::elementwise::gate_code;
@@ -11,9 +11,14 @@ use crate::cuda::error::require;
 /// what a kernel for that alone would.
 pub(super) const MAX_ROWS: u32 = 4;
 
-/// What the rows of a request hold, where they are not the activations.
+/// Columns of a sum of squares; a mirror of `SQUARED` in `cuda/common/half_norm.cuh`.
+const SQUARED: u32 = 16;
+
+/// What the rows of a request hold.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum GemmInput {
+    /// The activations, bf16.
+    Rows,
     /// f32 rows; the activations are their RMS norm, `x / sqrt(mean(x^2) + eps) * weight`, rounded to bf16. The mean is over
     /// all K.
     Normed {
@@ -29,6 +34,54 @@ pub enum GemmInput {
         /// A multiple of 8.
         up_at: u32,
     },
+    /// Half a norm, as [`NormAhead`] leaves it: bf16 rows of `x * weight`. The activations are those over
+    /// `sqrt(mean(x^2) + eps)`, which is multiplied onto the sums, in f32. K is a multiple of 16.
+    Weighted {
+        /// Address of f32 `[m, K / 16]`: sums of x^2.
+        squares: u64,
+        /// Added to the mean square.
+        eps: f32,
+    },
+}
+
+/// What a product with an f32 result x leaves for a product that takes the norm of it ([`GemmInput::Weighted`]).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct NormAhead {
+    /// Weights of that norm, f32 `[N']`, at a multiple of 16.
+    pub weight: u64,
+    /// `x * weight`, bf16 `[m, N']`, at a multiple of 16.
+    pub out: u64,
+    /// f32 `[m, N' / 16]`: sums of x^2.
+    pub squares: u64,
+}
+
+impl NormAhead {
+    /// Bytes of the sums of squares of rows of `width` elements, of as many rows as there may be.
+    pub fn squares_bytes(width: usize) -> u64 {
+        u64::from(MAX_ROWS) * (width as u64).div_ceil(u64::from(SQUARED)) * 4
+    }
+
+    /// Completes a checked request.
+    ///
+    /// # Errors
+    /// [`CudaError::Unsupported`] where the result is not of f32, or does not lie as it must.
+    pub(super) fn complete(
+        &self,
+        matrix: &DeviceMatrix,
+        request: &GemmRequest,
+        checked: &Request,
+    ) -> Result<Request, CudaError> {
+        let addresses = [request.out, self.weight, self.out];
+        let aligned =
+            addresses.iter().all(|address| address.is_multiple_of(16)) && request.out_stride.is_multiple_of(4);
+        let fits = aligned && request.out_type == OutType::F32 && matrix.padded_n().is_multiple_of(SQUARED);
+        let what = || {
+            format!("{self:?} of {:?} at {:#x}, {} elements apart", request.out_type, request.out, request.out_stride)
+        };
+        // The input's weights and squares would be in the same places.
+        require(fits && checked.weight == 0 && checked.squares == 0, "gemm", what)?;
+        Ok(Request { weight: self.weight, next: self.out, squares: self.squares, ..*checked })
+    }
 }
 
 impl GemmInput {
@@ -45,6 +98,15 @@ impl GemmInput {
         let what = || format!("{self:?} of rows at {:#x}, {} elements apart", request.x, request.x_stride);
         let few = request.m <= MAX_ROWS && request.x.is_multiple_of(16);
         match self {
+            Self::Rows => {
+                require(few && request.x_stride.is_multiple_of(8), "gemm", what)?;
+                Ok(*checked)
+            }
+            Self::Weighted { squares, eps } => {
+                let aligned = request.x_stride.is_multiple_of(8) && squares.is_multiple_of(4);
+                require(few && aligned && matrix.k().is_multiple_of(SQUARED), "gemm", what)?;
+                Ok(Request { input: 3, squares, eps, ..*checked })
+            }
             Self::Normed { weight, eps } => {
                 let aligned = request.x_stride.is_multiple_of(4) && weight.is_multiple_of(16);
                 require(few && aligned, "gemm", what)?;

@@ -6,7 +6,7 @@ use super::input::MAX_ROWS;
 use super::matrix::Form;
 use super::params::{Raw, Request, Rows, float_type};
 use super::small::SmallKernels;
-use super::{DeviceMatrix, ExpertFusion, ExpertGroups, GemmInput, GemmRequest, checks};
+use super::{DeviceMatrix, ExpertFusion, ExpertGroups, GemmInput, GemmRequest, NormAhead, checks};
 use crate::cuda::module::{Function, Module, arguments};
 use crate::cuda::{CudaContext, CudaError, CudaStream, DeviceMemory};
 use crate::weight::FloatType;
@@ -101,13 +101,14 @@ impl Gemm {
         Ok(())
     }
 
-    /// Whether [`Gemm::launch_made`] takes a matrix and `m` rows.
+    /// Whether [`Gemm::launch_made`] takes a matrix and `m` rows, whatever it is to make and to leave.
     pub fn makes_inputs(&self, matrix: &DeviceMatrix, m: u32) -> bool {
         let Form::Tiled { params, reading: Some(reading), .. } = &matrix.form else { return false };
         m <= MAX_ROWS && self.small.choose(reading, params, m, false).is_some_and(|chosen| chosen.makes_inputs())
     }
 
-    /// As [`Gemm::launch`], of activations that the product makes from what the rows hold.
+    /// As [`Gemm::launch`], of activations that the product makes from what the rows hold; leaves half of the norm of its result
+    /// where `ahead` asks for it.
     ///
     /// # Errors
     /// As for [`Gemm::launch`]; [`CudaError::Unsupported`] where [`Gemm::makes_inputs`] says no, or results are to be
@@ -118,9 +119,13 @@ impl Gemm {
         matrix: &DeviceMatrix,
         request: &GemmRequest,
         input: GemmInput,
+        ahead: Option<&NormAhead>,
         workspace: u64,
     ) -> Result<(), CudaError> {
-        let checked = input.complete(matrix, request, &checks::check(matrix, request, None)?)?;
+        let mut checked = input.complete(matrix, request, &checks::check(matrix, request, None)?)?;
+        if let Some(ahead) = ahead {
+            checked = ahead.complete(matrix, request, &checked)?;
+        }
         let chosen = match &matrix.form {
             Form::Tiled { params, reading: Some(reading), .. }
                 if !request.deterministic && self.makes_inputs(matrix, request.m) =>

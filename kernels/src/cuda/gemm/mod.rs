@@ -3,7 +3,7 @@
 //! - `params`: what kernels are given, and the sizes of it;
 //! - [`DeviceMatrix`]: a matrix as a bundle stores it, checked against its geometry once;
 //! - `checks`: what a launch may ask for;
-//! - [`GemmInput`]: activations that a product makes itself;
+//! - [`GemmInput`]: activations that a product makes itself; [`NormAhead`]: half a norm, for the next;
 //! - `hopper`: products on Hopper with many rows, and with few where those kernels read faster;
 //! - `experts`: products of few rows with each of several matrices;
 //! - `small`: products with few rows, limited by the reading of the weights;
@@ -25,7 +25,7 @@ mod small;
 mod table;
 
 pub use embed::EmbeddingKernels;
-pub use input::GemmInput;
+pub use input::{GemmInput, NormAhead};
 pub use launch::Gemm;
 pub use matrix::{DeviceMatrix, DevicePlane};
 

@@ -27,6 +27,8 @@ pub(super) struct Request {
     pub weight: u64,
     pub gate: u32,
     pub up_at: u32,
+    pub next: u64,
+    pub squares: u64,
 }
 
 #[repr(C)]

@@ -13,7 +13,7 @@ use vt_kernels::activation::Gate;
 use vt_kernels::attention::AttentionShape;
 use vt_kernels::cuda::attention::{Attention, AttentionBatch, DecodeWorkspace, ProjectedHeads};
 use vt_kernels::cuda::elementwise::{Columns, ElementwiseKernels, Placing};
-use vt_kernels::cuda::gemm::{DeviceMatrix, EmbeddingKernels, Gemm, GemmInput, GemmRequest, OutType};
+use vt_kernels::cuda::gemm::{DeviceMatrix, EmbeddingKernels, Gemm, GemmInput, GemmRequest, NormAhead, OutType};
 use vt_kernels::cuda::kv_cache::{CudaKvCache, KvScales};
 use vt_kernels::cuda::moe::MoeKernels;
 use vt_kernels::cuda::moe_rows::ExpertRowKernels;
@@ -86,6 +86,27 @@ impl Target {
             Target::Bf16(_) => Placing::Bf16,
             Target::F32(_) => Placing::F32,
             Target::AddF32(_) => Placing::AddF32,
+        }
+    }
+}
+
+/// What there is of the norm of the residual stream that a block begins with.
+#[derive(Clone, Copy, Debug)]
+enum NormState {
+    /// Nothing yet; its weights.
+    Missing(Constant),
+    /// The half that [`NormAhead`] describes.
+    Left,
+    /// `normed` holds it.
+    Done,
+}
+
+impl NormState {
+    /// The weights of a norm of which there is nothing yet.
+    fn missing(self) -> Option<Constant> {
+        match self {
+            Self::Missing(weights) => Some(weights),
+            Self::Left | Self::Done => None,
         }
     }
 }
@@ -186,14 +207,26 @@ impl Pass<'_> {
         let tokens = self.shape.tokens;
         self.attention(index, layer, config)?;
         let inner = self.at(self.layout.inner);
+        let ahead = self.leaves_feed_forward_norm(layer).then(|| self.ahead(layer.feed_forward_norm));
         // With a norm of its own, a block's output is added together with the norm that follows.
-        self.block(layer.post_attention_norm, Some(layer.feed_forward_norm), |target| {
-            self.project(&layer.output, inner, tokens, target, self.config.hidden_size)
+        self.block(layer.post_attention_norm, Some(layer.feed_forward_norm), |target| match &ahead {
+            Some(_) => {
+                let x = (inner, layer.output.k);
+                self.project_made(&layer.output, x, GemmInput::Rows, ahead.as_ref(), target, self.config.hidden_size)
+            }
+            None => self.project(&layer.output, inner, tokens, target, self.config.hidden_size),
         })?;
-        let norm = layer.post_attention_norm.is_none().then_some(layer.feed_forward_norm);
+        let norm = match (layer.post_attention_norm, ahead) {
+            (Some(_), _) => NormState::Done,
+            (None, Some(_)) => NormState::Left,
+            (None, None) => NormState::Missing(layer.feed_forward_norm),
+        };
         self.block(layer.post_feed_forward_norm, None, |target| match &layer.feed_forward {
-            DeviceFeedForward::Dense(mlp) => self.mlp(mlp, norm, target),
-            DeviceFeedForward::Experts(experts) => self.experts(index, experts, norm, target),
+            DeviceFeedForward::Dense(mlp) => {
+                let next = self.network.layers.get(index + 1).filter(|_| self.leaves_next_norm(index));
+                self.mlp(mlp, norm, next.map(|next| self.ahead(next.input_norm)).as_ref(), target)
+            }
+            DeviceFeedForward::Experts(experts) => self.experts(index, experts, norm.missing(), target),
         })
     }
 
@@ -221,7 +254,9 @@ impl Pass<'_> {
         let (projected_at, inner) = (self.at(self.layout.projected), self.at(self.layout.inner));
         let [q_at, k_at, v_at] = layer.heads_at;
         let stride = layer.qkv.stride;
-        self.project_normed(layer.input_norm, &layer.qkv, Target::Bf16(projected_at))?;
+        let left = index.checked_sub(1).is_some_and(|before| self.leaves_next_norm(before));
+        let norm = if left { NormState::Left } else { NormState::Missing(layer.input_norm) };
+        self.project_normed(norm, &layer.qkv, Target::Bf16(projected_at))?;
         let half = self.network.ropes[config.rope].half;
         let (decoding, angles) = (self.shape.decode, self.at(self.layout.angles[config.rope]));
         let norms = layer.head_norms.map(|(q, k)| (self.constant(q), self.constant(k)));
@@ -296,24 +331,30 @@ impl Pass<'_> {
         self.kernels.elementwise.gated(self.stream, self.gate(), x, rows, stride, gate_at, up_at, width, out)
     }
 
-    /// `norm`: of the residual stream, where `normed` does not hold it yet.
-    fn mlp(&self, mlp: &DeviceMlp, norm: Option<Constant>, target: Target) -> Result<(), CudaError> {
+    /// `norm`: of the residual stream. Leaves half of a norm where `ahead` asks for it.
+    fn mlp(
+        &self,
+        mlp: &DeviceMlp,
+        norm: NormState,
+        ahead: Option<&NormAhead>,
+        target: Target,
+    ) -> Result<(), CudaError> {
         let (tokens, hidden) = (self.shape.tokens, self.config.hidden_size);
         let (gate_up, projected) = (&mlp.gate_up, self.at(self.layout.projected));
-        let to = Target::Bf16(projected);
-        match norm {
-            Some(norm) => self.project_normed(norm, gate_up, to)?,
-            None => self.project(gate_up, self.at(self.layout.normed), tokens, to, gate_up.stride)?,
-        }
+        self.project_normed(norm, gate_up, Target::Bf16(projected))?;
         let [gate_at, up_at] = mlp.columns;
         let aligned = [gate_at, up_at, gate_up.stride].iter().all(|n| n.is_multiple_of(8));
         if aligned && up_at > gate_at && self.makes_inputs(&mlp.down) {
             let input = GemmInput::Gated { gate: self.gate(), up_at: (up_at - gate_at) as u32 };
             let x = (projected + 2 * gate_at as u64, gate_up.stride);
-            return self.project_made(&mlp.down, x, input, target, hidden);
+            return self.project_made(&mlp.down, x, input, ahead, target, hidden);
         }
         self.gated(mlp, tokens)?;
-        self.project(&mlp.down, self.at(self.layout.inner), tokens, target, hidden)
+        let inner = self.at(self.layout.inner);
+        match ahead {
+            Some(_) => self.project_made(&mlp.down, (inner, mlp.down.k), GemmInput::Rows, ahead, target, hidden),
+            None => self.project(&mlp.down, inner, tokens, target, hidden),
+        }
     }
 
     pub(super) fn request(&self, x: u64, k: usize, rows: usize, target: Target, out_stride: usize) -> GemmRequest {
@@ -335,15 +376,58 @@ impl Pass<'_> {
     }
 
     /// A projection of the residual stream, normed.
-    fn project_normed(&self, norm: Constant, projection: &DeviceProjection, target: Target) -> Result<(), CudaError> {
-        let (tokens, stride) = (self.shape.tokens, projection.stride);
-        if self.makes_inputs(projection) {
-            let input = GemmInput::Normed { weight: self.constant(norm), eps: self.config.rms_norm_eps };
-            let x = (self.at(self.layout.residual), self.config.hidden_size);
-            return self.project_made(projection, x, input, target, stride);
+    fn project_normed(&self, norm: NormState, projection: &DeviceProjection, target: Target) -> Result<(), CudaError> {
+        let (tokens, stride, normed) = (self.shape.tokens, projection.stride, self.at(self.layout.normed));
+        let (eps, hidden) = (self.config.rms_norm_eps, self.config.hidden_size);
+        match norm {
+            NormState::Left => {
+                let input = GemmInput::Weighted { squares: self.at(self.layout.squares), eps };
+                return self.project_made(projection, (normed, hidden), input, None, target, stride);
+            }
+            NormState::Missing(norm) if self.makes_inputs(projection) => {
+                let input = GemmInput::Normed { weight: self.constant(norm), eps };
+                let x = (self.at(self.layout.residual), hidden);
+                return self.project_made(projection, x, input, None, target, stride);
+            }
+            NormState::Missing(norm) => self.norm(norm, None, tokens)?,
+            NormState::Done => {}
         }
-        self.norm(norm, None, tokens)?;
-        self.project(projection, self.at(self.layout.normed), tokens, target, stride)
+        self.project(projection, normed, tokens, target, stride)
+    }
+
+    /// Where a product that adds to the residual stream leaves half of the norm that follows.
+    fn ahead(&self, norm: Constant) -> NormAhead {
+        let (out, squares) = (self.at(self.layout.normed), self.at(self.layout.squares));
+        NormAhead { weight: self.constant(norm), out, squares }
+    }
+
+    /// Whether a layer's attention leaves half of the norm before its feed-forward block.
+    fn leaves_feed_forward_norm(&self, layer: &DeviceLayer) -> bool {
+        match &layer.feed_forward {
+            DeviceFeedForward::Dense(mlp) => {
+                layer.post_attention_norm.is_none() && self.leaves_norm(&layer.output, &mlp.gate_up)
+            }
+            DeviceFeedForward::Experts(_) => false,
+        }
+    }
+
+    /// Whether the layer of that index leaves half of the norm that the next one begins with.
+    fn leaves_next_norm(&self, index: usize) -> bool {
+        let layers = &self.network.layers;
+        let (Some(layer), Some(next)) = (layers.get(index), layers.get(index + 1)) else { return false };
+        match &layer.feed_forward {
+            DeviceFeedForward::Dense(mlp) => {
+                layer.post_feed_forward_norm.is_none() && self.leaves_norm(&mlp.down, &next.qkv)
+            }
+            DeviceFeedForward::Experts(_) => false,
+        }
+    }
+
+    /// Whether `from`, which adds to the residual stream, is one product that can leave half of the norm that `to` begins with.
+    fn leaves_norm(&self, from: &DeviceProjection, to: &DeviceProjection) -> bool {
+        let hidden = self.config.hidden_size;
+        let whole = matches!(&from.products[..], [product] if product.stride == hidden && product.column == 0);
+        whole && self.makes_inputs(from) && self.makes_inputs(to)
     }
 
     /// Whether products make their activations themselves, with as few tokens as there are.
@@ -359,6 +443,7 @@ impl Pass<'_> {
         projection: &DeviceProjection,
         (x, x_stride): (u64, usize),
         input: GemmInput,
+        ahead: Option<&NormAhead>,
         target: Target,
         stride: usize,
     ) -> Result<(), CudaError> {
@@ -367,7 +452,7 @@ impl Pass<'_> {
             request.out += target.element() * product.column as u64;
             request.bias = product.bias.map(|bias| self.constant(bias));
             let scratch = self.at(self.layout.gemm);
-            self.kernels.gemm.launch_made(self.stream, &product.matrix, &request, input, scratch)?;
+            self.kernels.gemm.launch_made(self.stream, &product.matrix, &request, input, ahead, scratch)?;
         }
         Ok(())
     }

@@ -10,6 +10,7 @@ use crate::engine::model::BLOCK_LEN;
 use crate::model::config::ModelConfig;
 use crate::model::graph::{Experts, FeedForward, Graph, Projection};
 use vt_kernels::cuda::attention::DecodeWorkspace;
+use vt_kernels::cuda::gemm::NormAhead;
 use vt_kernels::cuda::moe::RoutingTables;
 use vt_kernels::cuda::sampling::{Sampling, SamplingResult};
 use vt_kernels::kv_cache::KvShape;
@@ -134,6 +135,8 @@ pub(super) struct WorkspaceLayout {
     pub residual: u64,
     /// bf16 `[T, hidden]`.
     pub normed: u64,
+    /// Sums of squares of the residual stream, of few rows.
+    pub squares: u64,
     /// bf16 `[T, K]`: an input times its scale.
     pub scaled: u64,
     /// bf16 `[T, stride]` of the input projections.
@@ -230,6 +233,7 @@ impl WorkspaceLayout {
             angles: Vec::new(),
             residual: p.rows(tokens, hidden, F32)?,
             normed: p.rows(tokens, hidden, BF16)?,
+            squares: p.bytes(NormAhead::squares_bytes(hidden))?,
             scaled: p.rows(tokens, widths.scaled, BF16)?,
             projected: p.rows(tokens, widths.projected, BF16)?,
             inner: p.rows(tokens, widths.inner, BF16)?,
