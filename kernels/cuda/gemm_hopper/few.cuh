@@ -14,6 +14,7 @@
 // Blocks wait for each other at the end: all of a launch must find room on the device at once.
 #pragma once
 #include "common/fresh.cuh"
+#include "common/half_norm.cuh"
 #include "few_codec.cuh"
 #include "kernel.cuh"
 
@@ -41,9 +42,9 @@ struct FewShape {
     static constexpr int kPitch = kRows + 4, kSumBytes = kShares * kTokens * kPitch * 4;
     // What a block may have. As many steps as there is room for.
     static constexpr int kRoom = 232448;
-    static constexpr int kFit = (kRoom - 1024 - 8 * kRows) / (kStageBytes + 16), kStages = kFit < 12 ? kFit : 12;
+    static constexpr int kFit = (kRoom - 1024 - 8 * kRows - 4 * kTokens) / (kStageBytes + 16), kStages = kFit < 12 ? kFit : 12;
     static constexpr int kRing = kStages * kStageBytes > kSumBytes ? kStages * kStageBytes : kSumBytes;
-    static constexpr int kFactorBytes = 8 * kRows, kSharedBytes = 1024 + kRing + kFactorBytes + 16 * kStages;
+    static constexpr int kFactorBytes = 8 * kRows + 4 * kTokens, kSharedBytes = 1024 + kRing + kFactorBytes + 16 * kStages;
     static_assert(kSharedBytes <= kRoom && kStages >= 2, "shared memory of a block");
     // Quads of rows.
     static constexpr int kRowQuads = kRows / 4;
@@ -60,6 +61,8 @@ struct FewShared {
     float* sums;
     // What the tile's rows are multiplied by, and what is added then.
     float *factors, *biases;
+    // What tokens are multiplied by, where they are half of a norm.
+    float* token_factors;
     uint64_t *full, *empty;
     __device__ __forceinline__ explicit FewShared(uint8_t* raw) {
         tokens = raw + ((1024 - (shared_address(raw) & 1023)) & 1023);
@@ -68,7 +71,8 @@ struct FewShared {
         sums = reinterpret_cast<float*>(tokens);
         factors = reinterpret_cast<float*>(tokens + S::kRing);
         biases = factors + S::kRows;
-        full = reinterpret_cast<uint64_t*>(biases + S::kRows);
+        token_factors = biases + S::kRows;
+        full = reinterpret_cast<uint64_t*>(token_factors + S::kTokens);
         empty = full + S::kStages;
     }
 };
@@ -390,15 +394,33 @@ __device__ __forceinline__ void few_finish(const Arguments& arguments, const Few
     if (threadIdx.x >= at_once * count) return;
     const float4 factor = reinterpret_cast<const float4*>(shared.factors)[quad], bias = reinterpret_cast<const float4*>(shared.biases)[quad];
     for (uint32_t token = threadIdx.x / count; token < tokens; token += at_once) {
-        float4 v = sum(token, quad);
+        float4 v = sum(token, quad), before = make_float4(0, 0, 0, 0), weight = before;
+        float4* out = reinterpret_cast<float4*>(static_cast<float*>(arguments.out) + token * arguments.out_stride + n);
+        const bool leaves_norm = arguments.next != nullptr && n < arguments.n;
+        if (leaves_norm) {
+            // On their way while the other slices arrive.
+            weight = *reinterpret_cast<const float4*>(arguments.norm_weight + n);
+            if (arguments.accumulate != 0) before = *out;
+        }
         if (slices > 1) {
             few_collect<kMaxSlices - 1>(v, [&](uint32_t i) {
                 return i + 1 < slices ? given(i < work.slice ? i : i + 1, token, quad) : nullptr;
             });
         }
+        if (arguments.squares != nullptr) {
+            const float half = shared.token_factors[token];
+            v = make_float4(v.x * half, v.y * half, v.z * half, v.w * half);
+        }
         v = make_float4(fmaf(v.x, factor.x, bias.x), fmaf(v.y, factor.y, bias.y), fmaf(v.z, factor.z, bias.z),
                         fmaf(v.w, factor.w, bias.w));
-        if (n < arguments.n) few_store(arguments, token, n, v);
+        if (leaves_norm) {
+            add(v, before);
+            *out = v;
+            leave_half_norm(arguments.next + uint64_t{token} * arguments.n, arguments.next_squares + token * (arguments.n / SQUARED), n, v,
+                            weight);
+        } else if (n < arguments.n) {
+            few_store(arguments, token, n, v);
+        }
     }
 }
 
@@ -475,6 +497,14 @@ __device__ __forceinline__ void few_consume(const Arguments& arguments, const Fe
         if (arguments.bias != nullptr) bias = arguments.bias[n];
     }
     wait_for_previous();
+    if (arguments.squares != nullptr) {
+        // Seen by others after the barriers at the end.
+        const uint32_t k = arguments.k;
+        for (uint32_t token = warp; token < min(arguments.m, uint32_t{S::kTokens}); token += S::kWarps) {
+            const float half = half_norm_factor(arguments.squares + token * (k / SQUARED), k, arguments.eps);
+            if (lane == 0) shared.token_factors[token] = half;
+        }
+    }
     float sums[4][S::kTokens / 8][4] = {};
     Ring<S::kStages> ring;
     if (S::kPieces && work.piece_steps != 0) {

@@ -63,6 +63,14 @@ struct Arguments {
     Schedule schedule;
     FewCut few;
     const uint8_t *code_plane, *scale_plane;
+    // Of few.cuh, with common/half_norm.cuh. Where `squares` [M, K / SQUARED] is not null, x is half of a norm. Where `next` [M, N] is
+    // not null, half of one is left there and in `next_squares` [M, N / SQUARED], with `norm_weight` [N]; out is of f32 then.
+    const float* squares;
+    const float* norm_weight;
+    uint16_t* next;
+    float* next_squares;
+    float eps;
+    uint32_t k;
 };
 
 // Blocks: blocks of 16 rows of a warp. Tokens: of a tile. Groups: consumer warpgroups. Cluster: blocks of a cluster. Batch: times 16 columns that

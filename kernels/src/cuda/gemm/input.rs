@@ -1,6 +1,6 @@
 //! Activations that a product makes itself from what the step before left, and what it leaves for the step after.
 
-use super::params::Request;
+use super::params::{INPUT_GATED, INPUT_NORMED, INPUT_WEIGHTED, Request};
 use super::{DeviceMatrix, GemmRequest, OutType};
 use crate::activation::Gate;
 use crate::cuda::CudaError;
@@ -11,6 +11,8 @@ use crate::cuda::error::require;
 /// what a kernel for that alone would.
 pub(super) const MAX_ROWS: u32 = 4;
 
+/// Most rows whose norms products leave and take by halves.
+const HALF_NORM_ROWS: u32 = 16;
 /// Columns of a sum of squares; a mirror of `SQUARED` in `cuda/common/half_norm.cuh`.
 const SQUARED: u32 = 16;
 
@@ -58,7 +60,7 @@ pub struct NormAhead {
 impl NormAhead {
     /// Bytes of the sums of squares of rows of `width` elements, of as many rows as there may be.
     pub fn squares_bytes(width: usize) -> u64 {
-        u64::from(MAX_ROWS) * (width as u64).div_ceil(u64::from(SQUARED)) * 4
+        u64::from(HALF_NORM_ROWS) * (width as u64).div_ceil(u64::from(SQUARED)) * 4
     }
 
     /// Completes a checked request.
@@ -97,26 +99,27 @@ impl GemmInput {
     ) -> Result<Request, CudaError> {
         let what = || format!("{self:?} of rows at {:#x}, {} elements apart", request.x, request.x_stride);
         let few = request.m <= MAX_ROWS && request.x.is_multiple_of(16);
+        let halves = request.m <= HALF_NORM_ROWS && request.x.is_multiple_of(16);
         match self {
             Self::Rows => {
-                require(few && request.x_stride.is_multiple_of(8), "gemm", what)?;
+                require(halves && request.x_stride.is_multiple_of(8), "gemm", what)?;
                 Ok(*checked)
             }
             Self::Weighted { squares, eps } => {
                 let aligned = request.x_stride.is_multiple_of(8) && squares.is_multiple_of(4);
-                require(few && aligned && matrix.k().is_multiple_of(SQUARED), "gemm", what)?;
-                Ok(Request { input: 3, squares, eps, ..*checked })
+                require(halves && aligned && matrix.k().is_multiple_of(SQUARED), "gemm", what)?;
+                Ok(Request { input: INPUT_WEIGHTED, squares, eps, ..*checked })
             }
             Self::Normed { weight, eps } => {
                 let aligned = request.x_stride.is_multiple_of(4) && weight.is_multiple_of(16);
                 require(few && aligned, "gemm", what)?;
-                Ok(Request { input: 1, weight, eps, ..*checked })
+                Ok(Request { input: INPUT_NORMED, weight, eps, ..*checked })
             }
             Self::Gated { gate, up_at } => {
                 let aligned = request.x_stride.is_multiple_of(8) && up_at.is_multiple_of(8);
                 let inside = up_at.checked_add(matrix.k()).is_some_and(|end| end <= request.x_stride);
                 require(few && aligned && inside, "gemm", what)?;
-                Ok(Request { input: 2, gate: gate_code(gate), up_at, ..*checked })
+                Ok(Request { input: INPUT_GATED, gate: gate_code(gate), up_at, ..*checked })
             }
         }
     }

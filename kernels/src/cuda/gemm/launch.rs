@@ -4,8 +4,8 @@ use super::experts::ExpertKernels;
 use super::hopper::Hopper;
 use super::input::MAX_ROWS;
 use super::matrix::Form;
-use super::params::{Raw, Request, Rows, float_type};
-use super::small::SmallKernels;
+use super::params::{Raw, Request, Rows, Tiled, float_type};
+use super::small::{Chosen, SmallKernels};
 use super::{DeviceMatrix, ExpertFusion, ExpertGroups, GemmInput, GemmRequest, NormAhead, checks};
 use crate::cuda::module::{Function, Module, arguments};
 use crate::cuda::{CudaContext, CudaError, CudaStream, DeviceMemory};
@@ -101,18 +101,43 @@ impl Gemm {
         Ok(())
     }
 
-    /// Whether [`Gemm::launch_made`] takes a matrix and `m` rows, whatever it is to make and to leave.
+    /// Whether [`Gemm::launch_made`] makes norms and gates for a matrix and `m` rows. It does not where kernels that take rows as they
+    /// are read the matrix faster.
     pub fn makes_inputs(&self, matrix: &DeviceMatrix, m: u32) -> bool {
-        let Form::Tiled { params, reading: Some(reading), .. } = &matrix.form else { return false };
-        m <= MAX_ROWS && self.small.choose(reading, params, m, false).is_some_and(|chosen| chosen.makes_inputs())
+        let faster = self.hopper.as_ref().is_some_and(|hopper| hopper.reads_with_few(matrix, m));
+        !faster && self.making(matrix, m).is_some()
+    }
+
+    /// Whether [`Gemm::launch_made`] takes half of a norm with a matrix and `m` rows.
+    pub fn takes_half_norm(&self, matrix: &DeviceMatrix, m: u32) -> bool {
+        match self.hopper.as_ref().filter(|hopper| hopper.reads_with_few(matrix, m)) {
+            Some(hopper) => hopper.takes_half_norm(matrix, m),
+            None => self.making(matrix, m).is_some(),
+        }
+    }
+
+    /// Whether [`Gemm::launch_made`] leaves half of a norm with a matrix and `m` rows.
+    pub fn leaves_half_norm(&self, matrix: &DeviceMatrix, m: u32) -> bool {
+        match self.hopper.as_ref().filter(|hopper| hopper.reads_with_few(matrix, m)) {
+            Some(hopper) => hopper.leaves_half_norm(matrix, m),
+            None => self.making(matrix, m).is_some(),
+        }
+    }
+
+    /// The kernel of the other family that makes activations.
+    fn making<'a>(&'a self, matrix: &'a DeviceMatrix, m: u32) -> Option<(Chosen<'a>, &'a Tiled)> {
+        let Form::Tiled { params, reading: Some(reading), .. } = &matrix.form else { return None };
+        let chosen =
+            self.small.choose(reading, params, m, false).filter(|chosen| m <= MAX_ROWS && chosen.makes_inputs());
+        chosen.map(|chosen| (chosen, &**params))
     }
 
     /// As [`Gemm::launch`], of activations that the product makes from what the rows hold; leaves half of the norm of its result
     /// where `ahead` asks for it.
     ///
     /// # Errors
-    /// As for [`Gemm::launch`]; [`CudaError::Unsupported`] where [`Gemm::makes_inputs`] says no, or results are to be
-    /// deterministic.
+    /// As for [`Gemm::launch`]; [`CudaError::Unsupported`] where [`Gemm::makes_inputs`], [`Gemm::takes_half_norm`] or
+    /// [`Gemm::leaves_half_norm`] says no to what is asked for, or results are to be deterministic.
     pub fn launch_made(
         &self,
         stream: &CudaStream,
@@ -126,19 +151,24 @@ impl Gemm {
         if let Some(ahead) = ahead {
             checked = ahead.complete(matrix, request, &checked)?;
         }
-        let chosen = match &matrix.form {
-            Form::Tiled { params, reading: Some(reading), .. }
-                if !request.deterministic && self.makes_inputs(matrix, request.m) =>
+        let able = match input {
+            GemmInput::Rows => true,
+            GemmInput::Weighted { .. } => self.takes_half_norm(matrix, request.m),
+            GemmInput::Normed { .. } | GemmInput::Gated { .. } => self.makes_inputs(matrix, request.m),
+        };
+        if able && !request.deterministic && (ahead.is_none() || self.leaves_half_norm(matrix, request.m)) {
+            let by_few = self.hopper.as_ref().filter(|hopper| hopper.reads_with_few(matrix, request.m));
+            if let Some(hopper) = by_few
+                && hopper.launch(stream, matrix, &checked, None, workspace)?
             {
-                self.small.choose(reading, params, request.m, false).map(|chosen| (chosen, params))
+                return Ok(());
             }
-            _ => None,
-        };
-        let Some((chosen, params)) = chosen else {
-            let what = format!("activations made from {} rows", request.m);
-            return Err(CudaError::Unsupported { op: "gemm", what });
-        };
-        self.small.launch(stream, &chosen, params, &checked, workspace + self.hopper_bytes())
+            if let (None, Some((chosen, params))) = (by_few, self.making(matrix, request.m)) {
+                return self.small.launch(stream, &chosen, params, &checked, workspace + self.hopper_bytes());
+            }
+        }
+        let what = format!("activations made from {} rows, as {input:?}, and {ahead:?}", request.m);
+        Err(CudaError::Unsupported { op: "gemm", what })
     }
 
     /// Starts products of each expert's matrix with the rows that were routed to it. `matrix` is expert 0, `request.m` all

@@ -8,6 +8,11 @@ use vt_bundle::layout::TiledMatrix;
 /// Parts of a fused matrix, at most.
 pub(super) const MAX_PARTS: usize = 16;
 
+/// Values of [`Request::input`]: `enum Input` of `cuda/gemm/request.cuh`.
+pub(super) const INPUT_NORMED: u32 = 1;
+pub(super) const INPUT_GATED: u32 = 2;
+pub(super) const INPUT_WEIGHTED: u32 = 3;
+
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Request {

@@ -427,14 +427,21 @@ impl Pass<'_> {
     fn leaves_norm(&self, from: &DeviceProjection, to: &DeviceProjection) -> bool {
         let hidden = self.config.hidden_size;
         let whole = matches!(&from.products[..], [product] if product.stride == hidden && product.column == 0);
-        whole && self.makes_inputs(from) && self.makes_inputs(to)
+        let (gemm, rows) = (&self.kernels.gemm, self.shape.tokens as u32);
+        whole
+            && self.plain(from, |matrix| gemm.leaves_half_norm(matrix, rows))
+            && self.plain(to, |matrix| gemm.takes_half_norm(matrix, rows))
     }
 
     /// Whether products make their activations themselves, with as few tokens as there are.
     fn makes_inputs(&self, projection: &DeviceProjection) -> bool {
-        let rows = self.shape.tokens as u32;
-        let makes = |p: &DeviceProduct| p.input_scale.is_none() && self.kernels.gemm.makes_inputs(&p.matrix, rows);
-        !self.deterministic && projection.placed.is_none() && projection.products.iter().all(makes)
+        self.plain(projection, |matrix| self.kernels.gemm.makes_inputs(matrix, self.shape.tokens as u32))
+    }
+
+    /// Whether products read their rows as they are and write to their places, and `able` holds for all of their matrices.
+    fn plain(&self, projection: &DeviceProjection, able: impl Fn(&DeviceMatrix) -> bool) -> bool {
+        let plain = |p: &DeviceProduct| p.input_scale.is_none() && able(&p.matrix);
+        !self.deterministic && projection.placed.is_none() && projection.products.iter().all(plain)
     }
 
     /// A projection of what products make of rows at an address, so many elements apart.

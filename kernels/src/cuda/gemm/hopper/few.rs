@@ -76,13 +76,14 @@ impl Shape {
     }
 
     /// Bytes of shared memory, as `kSharedBytes`: as many steps as there is room for, with two barriers each, at the end the
-    /// warps' sums in their place; what rows are multiplied by and what is added; what alignment to 1024 may take.
+    /// warps' sums in their place; what rows and tokens are multiplied by and what is added; what alignment to 1024 may take.
     pub(super) fn shared_bytes(&self, encoding: &Encoding) -> u32 {
         let scales = encoding.scale_rows * encoding.scale_bytes * self.rows();
         let stage = self.halves * (self.tokens * HALF * 2 + self.rows() * HALF * encoding.bits / 8 + scales);
-        let stages = ((SHARED_BYTES - 1024 - 8 * self.rows()) / (stage + 16)).min(MAX_STAGES);
+        let factors = 8 * self.rows() + 4 * self.tokens;
+        let stages = ((SHARED_BYTES - 1024 - factors) / (stage + 16)).min(MAX_STAGES);
         let sums = self.shares * self.tokens * (self.rows() + 4) * 4;
-        1024 + (stages * stage).max(sums) + 8 * self.rows() + 16 * stages
+        1024 + (stages * stage).max(sums) + factors + 16 * stages
     }
 
     /// Bytes of sums that a block gives to others, at most: of a tile, or of each warp of a column.
@@ -112,6 +113,16 @@ impl Shape {
         }
         let piece_steps = steps.div_ceil((sms / left).min(MAX_SLICES));
         Some(Cut { tiles: sms, left, pieces: steps.div_ceil(piece_steps), piece_steps, ..whole })
+    }
+
+    /// Whether products so cut can take half of a norm: each tile is stored by the blocks that have all of its activations' factors.
+    pub(super) const fn takes_half_norm(&self, cut: &Cut) -> bool {
+        cut.left == 0
+    }
+
+    /// Whether they can leave half of one: each slice ends up with whole sums of squares, of four quads of rows.
+    pub(super) const fn leaves_half_norm(&self, cut: &Cut) -> bool {
+        cut.left == 0 && (self.rows() / 4).is_multiple_of(4 * cut.slices)
     }
 
     /// Tile columns times 64 columns of K that the block with the most work has.

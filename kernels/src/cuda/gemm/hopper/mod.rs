@@ -13,7 +13,7 @@ mod rows;
 mod schedule;
 
 use super::matrix::Form;
-use super::params::{Request, Rows};
+use super::params::{INPUT_WEIGHTED, Request, Rows};
 use super::{DeviceMatrix, ExpertGroups};
 use crate::cuda::error::Named;
 use crate::cuda::module::{Function, Module, arguments};
@@ -65,6 +65,12 @@ struct Arguments {
     few: few::Cut,
     code_plane: u64,
     scale_plane: u64,
+    squares: u64,
+    norm_weight: u64,
+    next: u64,
+    next_squares: u64,
+    eps: f32,
+    k: u32,
 }
 
 /// The kernels of a Hopper device.
@@ -148,6 +154,27 @@ impl Hopper {
         self.reading(matrix, request, Some(groups)).is_some()
     }
 
+    /// Whether a product of `m` rows, few enough, is one of a kernel for few rows.
+    pub(super) fn reads_with_few(&self, matrix: &DeviceMatrix, m: u32) -> bool {
+        self.few_cut(matrix, m).is_some()
+    }
+
+    /// Whether it is, and can take half of a norm.
+    pub(super) fn takes_half_norm(&self, matrix: &DeviceMatrix, m: u32) -> bool {
+        self.few_cut(matrix, m).is_some_and(|(shape, cut)| shape.takes_half_norm(&cut))
+    }
+
+    /// Whether it is, and can leave half of a norm.
+    pub(super) fn leaves_half_norm(&self, matrix: &DeviceMatrix, m: u32) -> bool {
+        self.few_cut(matrix, m).is_some_and(|(shape, cut)| shape.leaves_half_norm(&cut))
+    }
+
+    fn few_cut(&self, matrix: &DeviceMatrix, m: u32) -> Option<(&'static few::Shape, few::Cut)> {
+        let Form::Tiled { matrix, params, .. } = &matrix.form else { return None };
+        let (index, cut) = few::plan(params.n, params.k, m, self.multiprocessors)?;
+        Reading::of(matrix).map(|_| (&few::SHAPES[index], cut))
+    }
+
     /// Starts the product where these kernels are the ones for it, and says whether it did.
     ///
     /// # Errors
@@ -208,6 +235,12 @@ impl Hopper {
             few: launch.few.map_or_else(few::Cut::default, |(_, cut)| cut),
             code_plane: address(0),
             scale_plane: reading.scales.map_or(0, address),
+            squares: if request.input == INPUT_WEIGHTED { request.squares } else { 0 },
+            norm_weight: request.weight,
+            next: request.next,
+            next_squares: request.squares,
+            eps: request.eps,
+            k: params.k,
         };
         let (grid, block) = ([launch.blocks, 1, 1], [launch.threads, 1, 1]);
         let (function, shared) = (launch.function, launch.shared_bytes);
