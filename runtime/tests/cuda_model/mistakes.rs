@@ -33,8 +33,8 @@ const MISTAKES: [Mistake; 6] = [
         true
     }),
     ("a soft cap of scores that is not there", |c| c.attention_softcap.replace(1.0).is_none()),
-    ("embeddings 5 % too small", |c| {
-        c.embedding_scale *= 0.95;
+    ("embeddings a fifth too small", |c| {
+        c.embedding_scale *= 0.8;
         true
     }),
 ];
