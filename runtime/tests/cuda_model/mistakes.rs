@@ -15,8 +15,8 @@ const MISTAKES: [Mistake; 6] = [
         true
     }),
     ("one layer sees 8 positions", |c| {
-        c.layers[1].window = Some(8);
-        true
+        let layer = c.layers.get_mut(1);
+        layer.map(|layer| layer.window = Some(8)).is_some()
     }),
     ("one layer turns by another rotary embedding", |c| {
         let (several, middle) = (c.ropes.len() == 2, c.layers.len() / 2);
