@@ -279,7 +279,7 @@ mod tests {
 
     #[test]
     fn sizes_are_those_of_the_headers() {
-        assert_eq!((size_of::<Request>(), size_of::<Tiled>(), size_of::<Plan>()), (88, 368, 56));
+        assert_eq!((size_of::<Request>(), size_of::<Tiled>(), size_of::<Plan>()), (104, 368, 56));
         assert_eq!((size_of::<Rows>(), size_of::<Raw>()), (24, 40));
     }
 }
