@@ -86,6 +86,15 @@ impl NormAhead {
     }
 }
 
+/// Which halves of norms a product can do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct HalfNorms {
+    /// [`GemmInput::Weighted`].
+    pub takes: bool,
+    /// [`NormAhead`].
+    pub leaves: bool,
+}
+
 impl GemmInput {
     /// Completes a checked request.
     ///

@@ -2,7 +2,7 @@
 
 use super::experts::ExpertKernels;
 use super::hopper::Hopper;
-use super::input::MAX_ROWS;
+use super::input::{HalfNorms, MAX_ROWS};
 use super::matrix::Form;
 use super::params::{Raw, Request, Rows, Tiled, float_type};
 use super::small::{Chosen, SmallKernels};
@@ -101,35 +101,32 @@ impl Gemm {
         Ok(())
     }
 
-    /// Whether [`Gemm::launch_made`] makes norms and gates for a matrix and `m` rows. It does not where kernels that take rows as they
-    /// are read the matrix faster.
+    /// Whether [`Gemm::launch_made`] makes norms and gates for a matrix and `m` rows. It does not where kernels that take rows
+    /// as they are read the matrix faster.
     pub fn makes_inputs(&self, matrix: &DeviceMatrix, m: u32) -> bool {
-        let faster = self.hopper.as_ref().is_some_and(|hopper| hopper.reads_with_few(matrix, m));
-        !faster && self.making(matrix, m).is_some()
+        matches!(self.maker(matrix, m), Some(Maker::Small(..)))
     }
 
     /// Whether [`Gemm::launch_made`] takes half of a norm with a matrix and `m` rows.
     pub fn takes_half_norm(&self, matrix: &DeviceMatrix, m: u32) -> bool {
-        match self.hopper.as_ref().filter(|hopper| hopper.reads_with_few(matrix, m)) {
-            Some(hopper) => hopper.takes_half_norm(matrix, m),
-            None => self.making(matrix, m).is_some(),
-        }
+        self.maker(matrix, m).is_some_and(|maker| maker.half_norms().takes)
     }
 
     /// Whether [`Gemm::launch_made`] leaves half of a norm with a matrix and `m` rows.
     pub fn leaves_half_norm(&self, matrix: &DeviceMatrix, m: u32) -> bool {
-        match self.hopper.as_ref().filter(|hopper| hopper.reads_with_few(matrix, m)) {
-            Some(hopper) => hopper.leaves_half_norm(matrix, m),
-            None => self.making(matrix, m).is_some(),
-        }
+        self.maker(matrix, m).is_some_and(|maker| maker.half_norms().leaves)
     }
 
-    /// The kernel of the other family that makes activations.
-    fn making<'a>(&'a self, matrix: &'a DeviceMatrix, m: u32) -> Option<(Chosen<'a>, &'a Tiled)> {
+    /// What does the products of [`Gemm::launch_made`] with a matrix and `m` rows, if anything does.
+    fn maker<'a>(&'a self, matrix: &'a DeviceMatrix, m: u32) -> Option<Maker<'a>> {
+        if let Some(hopper) = &self.hopper
+            && let Some(half_norms) = hopper.half_norms_of_few(matrix, m)
+        {
+            return Some(Maker::Few(hopper, half_norms));
+        }
         let Form::Tiled { params, reading: Some(reading), .. } = &matrix.form else { return None };
-        let chosen =
-            self.small.choose(reading, params, m, false).filter(|chosen| m <= MAX_ROWS && chosen.makes_inputs());
-        chosen.map(|chosen| (chosen, &**params))
+        let chosen = self.small.choose(reading, params, m, false)?;
+        (m <= MAX_ROWS && chosen.makes_inputs()).then_some(Maker::Small(chosen, params))
     }
 
     /// As [`Gemm::launch`], of activations that the product makes from what the rows hold; leaves half of the norm of its result
@@ -151,24 +148,24 @@ impl Gemm {
         if let Some(ahead) = ahead {
             checked = ahead.complete(matrix, request, &checked)?;
         }
-        let able = match input {
-            GemmInput::Rows => true,
-            GemmInput::Weighted { .. } => self.takes_half_norm(matrix, request.m),
-            GemmInput::Normed { .. } | GemmInput::Gated { .. } => self.makes_inputs(matrix, request.m),
+        let able = |maker: &Maker<'_>| {
+            let takes = match input {
+                GemmInput::Rows => true,
+                GemmInput::Weighted { .. } => maker.half_norms().takes,
+                GemmInput::Normed { .. } | GemmInput::Gated { .. } => matches!(maker, Maker::Small(..)),
+            };
+            takes && !request.deterministic && (ahead.is_none() || maker.half_norms().leaves)
         };
-        if able && !request.deterministic && (ahead.is_none() || self.leaves_half_norm(matrix, request.m)) {
-            let by_few = self.hopper.as_ref().filter(|hopper| hopper.reads_with_few(matrix, request.m));
-            if let Some(hopper) = by_few
-                && hopper.launch(stream, matrix, &checked, None, workspace)?
-            {
-                return Ok(());
+        match self.maker(matrix, request.m).filter(able) {
+            Some(Maker::Few(hopper, _)) if hopper.launch(stream, matrix, &checked, None, workspace)? => Ok(()),
+            Some(Maker::Small(chosen, params)) => {
+                self.small.launch(stream, &chosen, params, &checked, workspace + self.hopper_bytes())
             }
-            if let (None, Some((chosen, params))) = (by_few, self.making(matrix, request.m)) {
-                return self.small.launch(stream, &chosen, params, &checked, workspace + self.hopper_bytes());
+            _ => {
+                let what = format!("activations made from {} rows, as {input:?}, and {ahead:?}", request.m);
+                Err(CudaError::Unsupported { op: "gemm", what })
             }
         }
-        let what = format!("activations made from {} rows, as {input:?}, and {ahead:?}", request.m);
-        Err(CudaError::Unsupported { op: "gemm", what })
     }
 
     /// Starts products of each expert's matrix with the rows that were routed to it. `matrix` is expert 0, `request.m` all
@@ -339,6 +336,23 @@ impl Gemm {
                     raw.launch(stream, grid, block, 0, &mut arguments![params, *request])
                 }
             }
+        }
+    }
+}
+
+/// Kernels that take activations which are not ready, or leave half of a norm.
+enum Maker<'a> {
+    /// For few rows on Hopper; they take rows as they are, or half a norm.
+    Few(&'a Hopper, HalfNorms),
+    /// For every device; they make norms and gates too.
+    Small(Chosen<'a>, &'a Tiled),
+}
+
+impl Maker<'_> {
+    fn half_norms(&self) -> HalfNorms {
+        match self {
+            Maker::Few(_, half_norms) => *half_norms,
+            Maker::Small(..) => HalfNorms { takes: true, leaves: true },
         }
     }
 }

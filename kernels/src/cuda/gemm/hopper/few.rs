@@ -1,5 +1,6 @@
 //! How a product with few rows is cut up: a tile, or a slice of one along K, for each multiprocessor. Pure functions of sizes.
 
+use super::super::input::HalfNorms;
 use super::encodings::Encoding;
 
 /// Columns of K that steps are counted in.
@@ -115,14 +116,11 @@ impl Shape {
         Some(Cut { tiles: sms, left, pieces: steps.div_ceil(piece_steps), piece_steps, ..whole })
     }
 
-    /// Whether products so cut can take half of a norm: each tile is stored by the blocks that have all of its activations' factors.
-    pub(super) const fn takes_half_norm(&self, cut: &Cut) -> bool {
-        cut.left == 0
-    }
-
-    /// Whether they can leave half of one: each slice ends up with whole sums of squares, of four quads of rows.
-    pub(super) const fn leaves_half_norm(&self, cut: &Cut) -> bool {
-        cut.left == 0 && (self.rows() / 4).is_multiple_of(4 * cut.slices)
+    /// Which halves of norms products so cut can do. Columns that are left over are stored by warps that do not know the tokens'
+    /// factors; a sum of squares is of four quads of rows, which must end up in one slice.
+    pub(super) const fn half_norms(&self, cut: &Cut) -> HalfNorms {
+        let takes = cut.left == 0;
+        HalfNorms { takes, leaves: takes && (self.rows() / 4).is_multiple_of(4 * cut.slices) }
     }
 
     /// Tile columns times 64 columns of K that the block with the most work has.

@@ -12,6 +12,7 @@ mod few;
 mod rows;
 mod schedule;
 
+use super::input::HalfNorms;
 use super::matrix::Form;
 use super::params::{INPUT_WEIGHTED, Request, Rows};
 use super::{DeviceMatrix, ExpertGroups};
@@ -30,8 +31,8 @@ use vt_bundle::layout::TiledMatrix;
 const CAPABILITY: u32 = 90;
 /// Fewest rows that the kernels are chosen for; with fewer, others read the weights faster.
 const MIN_ROWS: u32 = 9;
-/// Rows of an expert on average, at most, that the kernels for few rows are left: here most tiles would be nearly empty. Beyond
-/// them those kernels take tiles of 32 rows, which are slower.
+/// Up to so many rows of an expert on average the kernels for few rows are faster, as most tiles of these would be nearly empty;
+/// with more, those take tiles of 32 rows and are slower.
 const MOST_ROWS_OF_FEW: u32 = 8;
 /// Bytes of the flags at the start of the workspace.
 const FLAG_BYTES: u64 = 4096;
@@ -154,25 +155,11 @@ impl Hopper {
         self.reading(matrix, request, Some(groups)).is_some()
     }
 
-    /// Whether a product of `m` rows, few enough, is one of a kernel for few rows.
-    pub(super) fn reads_with_few(&self, matrix: &DeviceMatrix, m: u32) -> bool {
-        self.few_cut(matrix, m).is_some()
-    }
-
-    /// Whether it is, and can take half of a norm.
-    pub(super) fn takes_half_norm(&self, matrix: &DeviceMatrix, m: u32) -> bool {
-        self.few_cut(matrix, m).is_some_and(|(shape, cut)| shape.takes_half_norm(&cut))
-    }
-
-    /// Whether it is, and can leave half of a norm.
-    pub(super) fn leaves_half_norm(&self, matrix: &DeviceMatrix, m: u32) -> bool {
-        self.few_cut(matrix, m).is_some_and(|(shape, cut)| shape.leaves_half_norm(&cut))
-    }
-
-    fn few_cut(&self, matrix: &DeviceMatrix, m: u32) -> Option<(&'static few::Shape, few::Cut)> {
+    /// Which halves of norms a product of `m` rows can do, where one of the kernels for few rows is the one for it.
+    pub(super) fn half_norms_of_few(&self, matrix: &DeviceMatrix, m: u32) -> Option<HalfNorms> {
         let Form::Tiled { matrix, params, .. } = &matrix.form else { return None };
-        let (index, cut) = few::plan(params.n, params.k, m, self.multiprocessors)?;
-        Reading::of(matrix).map(|_| (&few::SHAPES[index], cut))
+        let (shape, cut) = few::plan(params.n, params.k, m, self.multiprocessors)?;
+        Reading::of(matrix).map(|_| few::SHAPES[shape].half_norms(&cut))
     }
 
     /// Starts the product where these kernels are the ones for it, and says whether it did.
