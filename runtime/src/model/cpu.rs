@@ -256,8 +256,7 @@ impl<A: HostArena> CpuModel<A> {
 
     fn layer(&mut self, index: usize, slots: &[SequenceSlots<'_>], tokens: usize, routed: Option<&mut Routed<'_>>) {
         let mut tap = routed.as_ref().map(|routed| RoutingTap {
-            given: routed.given,
-            layer: index,
+            given: routed.given.and_then(|given| given.layers.get(index)),
             own: LayerRouting::default(),
         });
         let (config, layer) = (&self.config, &self.graph.layers[index]);

@@ -52,8 +52,8 @@ impl<A: HostArena> Compute<'_, A> {
         self.project(&mlp.down, inner, fine, buffers.scratch, buffers.vector, out);
     }
 
-    /// `out [T, hidden]`: the weighted sum of each token's experts, whose choice `tap` sees and may replace. The sum is in order of the experts' indices, so that
-    /// a token's result does not depend on the rest of the batch.
+    /// `out [T, hidden]`: the weighted sum of each token's experts, whose choice `tap` sees and may replace. The sum is in order
+    /// of the experts' indices, so that a token's result does not depend on the rest of the batch.
     #[expect(clippy::too_many_arguments, reason = "a layer, what goes in and what comes out")]
     pub(super) fn experts(
         &self,

@@ -12,7 +12,7 @@ pub struct Rounding {
 }
 
 impl Rounding {
-    /// Rounding to multiples of `1 / grid` of the values of bf16.
+    /// Rounding to the values of bf16 divided by `grid`.
     ///
     /// # Panics
     /// Unless `grid` is a normal positive number.

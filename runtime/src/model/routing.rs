@@ -62,9 +62,7 @@ impl StepRouting {
 /// What one layer of a step computes with, and what it tells.
 pub(super) struct RoutingTap<'a> {
     /// The choice to compute with, where it is not the model's own.
-    pub given: Option<&'a StepRouting>,
-    /// The layer.
-    pub layer: usize,
+    pub given: Option<&'a LayerRouting>,
     /// The model's own scores and choice.
     pub own: LayerRouting,
 }
@@ -81,8 +79,8 @@ impl RoutingTap<'_> {
         let token = self.own.chosen.len() / experts.len().max(1);
         self.own.top_k = experts.len();
         self.own.chosen.extend_from_slice(experts);
-        if let Some(layer) = self.given.and_then(|given| given.layers.get(self.layer)) {
-            experts.copy_from_slice(layer.chosen_of(token));
+        if let Some(given) = self.given {
+            experts.copy_from_slice(given.chosen_of(token));
         }
     }
 }

@@ -204,17 +204,11 @@ impl Pass<'_> {
     }
 
     fn layer(&self, index: usize, layer: &DeviceLayer, config: &LayerConfig) -> Result<(), CudaError> {
-        let tokens = self.shape.tokens;
         self.attention(index, layer, config)?;
-        let inner = self.at(self.layout.inner);
         let ahead = self.leaves_feed_forward_norm(layer).then(|| self.ahead(layer.feed_forward_norm));
         // With a norm of its own, a block's output is added together with the norm that follows.
-        self.block(layer.post_attention_norm, Some(layer.feed_forward_norm), |target| match &ahead {
-            Some(_) => {
-                let x = (inner, layer.output.k);
-                self.project_made(&layer.output, x, GemmInput::Rows, ahead.as_ref(), target, self.config.hidden_size)
-            }
-            None => self.project(&layer.output, inner, tokens, target, self.config.hidden_size),
+        self.block(layer.post_attention_norm, Some(layer.feed_forward_norm), |target| {
+            self.project_inner(&layer.output, ahead.as_ref(), target)
         })?;
         let norm = match (layer.post_attention_norm, ahead) {
             (Some(_), _) => NormState::Done,
@@ -323,11 +317,15 @@ impl Pass<'_> {
         }
     }
 
-    /// `act(gate) * up` of `rows` rows of `projected`, to `inner`.
-    fn gated(&self, mlp: &DeviceMlp, rows: usize) -> Result<(), CudaError> {
-        let [gate_at, up_at] = mlp.columns;
+    /// `act(gate) * up` of `rows` rows of `projected`, where the two begin at those columns, to `width` columns of `inner`.
+    pub(super) fn gated(
+        &self,
+        rows: usize,
+        stride: usize,
+        [gate_at, up_at]: [usize; 2],
+        width: usize,
+    ) -> Result<(), CudaError> {
         let (x, out) = (self.at(self.layout.projected), self.at(self.layout.inner));
-        let (stride, width) = (mlp.gate_up.stride, mlp.down.k);
         self.kernels.elementwise.gated(self.stream, self.gate(), x, rows, stride, gate_at, up_at, width, out)
     }
 
@@ -349,11 +347,21 @@ impl Pass<'_> {
             let x = (projected + 2 * gate_at as u64, gate_up.stride);
             return self.project_made(&mlp.down, x, input, ahead, target, hidden);
         }
-        self.gated(mlp, tokens)?;
-        let inner = self.at(self.layout.inner);
+        self.gated(tokens, gate_up.stride, mlp.columns, mlp.down.k)?;
+        self.project_inner(&mlp.down, ahead, target)
+    }
+
+    /// A projection of `inner` onto the residual stream; leaves half of a norm where `ahead` asks for it.
+    fn project_inner(
+        &self,
+        projection: &DeviceProjection,
+        ahead: Option<&NormAhead>,
+        target: Target,
+    ) -> Result<(), CudaError> {
+        let (inner, hidden) = (self.at(self.layout.inner), self.config.hidden_size);
         match ahead {
-            Some(_) => self.project_made(&mlp.down, (inner, mlp.down.k), GemmInput::Rows, ahead, target, hidden),
-            None => self.project(&mlp.down, inner, tokens, target, hidden),
+            Some(_) => self.project_made(projection, (inner, projection.k), GemmInput::Rows, ahead, target, hidden),
+            None => self.project(projection, inner, self.shape.tokens, target, hidden),
         }
     }
 

@@ -100,10 +100,7 @@ impl Pass<'_> {
         if !fused {
             let (projected, columns) = (self.at(self.layout.projected), &experts.gate_up.columns);
             self.project_experts(&routed, &experts.gate_up, Source::Tokens(normed), Target::Bf16(projected), false)?;
-            let ([gate_at, up_at], width) = ([columns.starts[0], columns.starts[1]], experts.down.k);
-            let (elementwise, inner) = (&self.kernels.elementwise, self.at(self.layout.inner));
-            let (gate, pairs) = (self.gate(), routed.pairs());
-            elementwise.gated(self.stream, gate, projected, pairs, columns.stride, gate_at, up_at, width, inner)?;
+            self.gated(routed.pairs(), columns.stride, [columns.starts[0], columns.starts[1]], experts.down.k)?;
         }
         let (inner, outputs) = (self.at(self.layout.inner), self.at(self.layout.expert_outputs));
         self.project_experts(&routed, &experts.down, Source::Pairs(inner), Target::F32(outputs), fused)?;
