@@ -15,7 +15,8 @@ pub fn lies_in(path: &Path, folder: &Path) -> bool {
     let identity = |path: &Path| fs::metadata(path).ok().map(|meta| (meta.dev(), meta.ino()));
     let Some(folder) = identity(folder) else { return false };
     let is_within = |place: &Path| place.ancestors().any(|ancestor| identity(ancestor) == Some(folder));
-    let Ok(mut place) = std::env::current_dir() else { return false };
+    // An absolute path needs no place to begin at.
+    let mut place = std::env::current_dir().unwrap_or_default();
     for component in path.components() {
         match component {
             Component::ParentDir => {

@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use super::journal;
 use rustix::fs::{FlockOperation, RenameFlags};
 use vt_bundle::manifest::file_name;
+use vt_bundle::outside::lies_in;
 use vt_bundle::writer::sync_folder;
 
 /// Why the output cannot be made.
@@ -96,19 +97,13 @@ fn io_error(path: &Path) -> impl FnOnce(io::Error) -> OutputError + '_ {
 /// # Errors
 /// [`OutputError::Overlap`].
 pub fn refuse_overlap(input: &Path, output: &Path) -> Result<(), OutputError> {
-    let (Ok(real_input), Some(real_output)) = (input.canonicalize(), real_target(output)) else { return Ok(()) };
-    let overlap = || OutputError::Overlap { input: input.to_owned(), output: output.to_owned() };
-    let partial = partial_of(&real_output).unwrap_or_else(|| real_output.clone());
-    if real_output.starts_with(&real_input)
-        || [&real_output, &partial].iter().any(|taken| real_input.starts_with(taken))
-    {
-        return Err(overlap());
+    // Where there is no input, whoever opens it says so.
+    if !input.exists() {
+        return Ok(());
     }
-    // A hard link has another name but the same inode.
-    if let (Ok(a), Ok(b)) = (fs::metadata(&real_input), fs::metadata(&real_output))
-        && (a.dev(), a.ino()) == (b.dev(), b.ino())
-    {
-        return Err(overlap());
+    let partial = real_target(output).and_then(|output| partial_of(&output));
+    if lies_in(output, input) || lies_in(input, output) || partial.is_some_and(|partial| lies_in(input, &partial)) {
+        return Err(OutputError::Overlap { input: input.to_owned(), output: output.to_owned() });
     }
     Ok(())
 }
