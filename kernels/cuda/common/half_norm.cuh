@@ -1,6 +1,6 @@
 // Half of an RMS norm, left by the product that computes what is to be normed, for the product that takes the norm: rows times the
-// norm's weights, in bf16, and sums of their squares. What is still missing, 1 / sqrt(mean of squares + eps), is one factor for a
-// row, which the second product multiplies onto its sums. A launch less, and a chain of accesses less.
+// norm's weights, in bf16, and sums of squares of the rows themselves. What is still missing, 1 / sqrt(mean of squares + eps), is
+// one factor for a row, which the second product multiplies onto its sums. A launch less, and a chain of accesses less.
 #pragma once
 
 #include <cuda_bf16.h>

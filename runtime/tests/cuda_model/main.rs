@@ -1,8 +1,9 @@
 //! The forward pass on CUDA against the CPU's, over every bundle in the folder that `VT_TEST_BUNDLES` names, on a device
 //! (`VT_TEST_CUDA=1`). `VT_TEST_ONLY` keeps those whose name contains it.
 //!
-//! The CPU computes with f32 activations, CUDA with bf16 ones where they enter a product, so that logits differ by the
-//! rounding of some 2^-9 at each. Where the two largest logits are further apart than that changes, both choose the same.
+//! The CPU computes with f32 activations, CUDA with bf16 ones where they enter a product; how far that may move logits is
+//! measured ([`compare`]). Where the two largest logits are further apart than that changes, both choose the same. Stored
+//! texts and mistakes made on purpose are of the CPU alone, and need no device.
 
 #![allow(clippy::unwrap_used)]
 
